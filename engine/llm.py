@@ -33,9 +33,11 @@ from engine.types.errors import RequestError
 from engine.types.logprobs import TokenLogprobs
 from engine.types.params import SamplingParams
 from engine.types.prompt import Prompt
+from engine.types.versions import versions
 
 if TYPE_CHECKING:
     from engine.features.pooling.requests import PooledRequests
+    from engine.features.weight_updates.running import RunningWeights
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -55,6 +57,8 @@ class Completion:
     logprobs: one entry per token if ``SamplingParams.logprobs`` is set.
     prompt_logprobs: one entry per token of the prompt if ``SamplingParams.prompt_logprobs`` is set; the first one's
     number means nothing.
+    weight_versions: (n, version): the tokens from the n-th on are of this version of the weights; no entry for those
+    of the weights that the engine started with.
     """
 
     prompt: Prompt
@@ -65,6 +69,7 @@ class Completion:
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
+    weight_versions: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +240,13 @@ class LLM:
         finally:
             self._loop.call_soon_threadsafe(stream.close)
 
+    @property
+    def weights(self) -> "RunningWeights":
+        """The weights: ``update``, ``pause``, ``resume`` and ``state``."""
+        from engine.features.weight_updates.running import RunningWeights  # a feature, whose folder may be absent
+
+        return RunningWeights(self._system.features, self._await)
+
     def close(self) -> None:
         """Cancel open requests and end the engine's threads; idempotent."""
         self._finalizer()
@@ -354,6 +366,7 @@ def _completion(prompt: Prompt, delta: Delta) -> Completion:
         usage=delta.usage,
         logprobs=delta.logprobs,
         prompt_logprobs=delta.prompt_logprobs,
+        weight_versions=tuple(versions(delta.result)),
     )
 
 

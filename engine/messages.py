@@ -171,7 +171,7 @@ class StepExtras(Message, frozen=True, kw_only=True):
     logprobs: of the token.
     prompt_logprobs: of the part of the prompt that the step computes; all parts come before the first token or with
     it, and a part may come again.
-    result: of a request that is more than tokens, as its reader of the prompt encodes it.
+    result: what a feature adds to the request's output, as it encodes it.
     failure: why the row has no token.
     later_logprobs: of the row's other tokens.
     num_accepted, num_rejected: tokens that were guessed before the token, right and wrong ones."""
@@ -259,7 +259,7 @@ class Delta(Message, frozen=True, kw_only=True):
     stop_reason: the stop string or stop token id that ended it, where that is the cause.
     reasoning: thoughts, if they are separated; they come before all other text.
     prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
-    result: as in ``StepExtras``, in the last delta.  prompt_token_ids: int32[n], in the first delta, if requested.
+    result: as in ``StepExtras``, one after the other.  prompt_token_ids: int32[n], in the first delta, if requested.
     resumed: this is ``RequestOptions.resumed`` again, with its text; it comes first, its log probabilities are 0."""
 
     request_id: int

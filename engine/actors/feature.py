@@ -52,8 +52,8 @@ class EngineFeature:
     def plans(self, limits: PlannerLimits, config: Config) -> None:
         """Called before a planner is built, and when the present one goes on with other settings."""
 
-    async def operate(self, text: str) -> None:
-        """Do an operator's operation.  Raises RequestError if it cannot be done."""
+    async def operate(self, text: str) -> bytes:
+        """Do an operator's operation.  Return its outcome.  Raises RequestError if it cannot be done."""
         raise RequestError("there is no such operation", status=404, code="no_operation")
 
     def close(self) -> None:

@@ -35,7 +35,8 @@ class Operate(Message, frozen=True, kw_only=True):
 class Operated(Message, frozen=True, kw_only=True):
     """The answer to ``Operate``.
 
-    outcome: an ``Outcome`` as JSON, for ``apply``.  error: why nothing was done, with the answer's status and code."""
+    outcome: an ``Outcome`` as JSON, for ``apply``; that of a feature, as it encodes it.
+    error: why nothing was done, with the answer's status and code."""
 
     number: int
     outcome: bytes = b""

@@ -94,7 +94,8 @@ class Monitor:
         if planner is None:
             return outside
         stats = planner.stats()
-        adapted = [(one.weights, one.row >= 0) for one in planner.requests.open.values() if one.weights]
+        named = [(one.weights.partition(":")[0], one.row >= 0) for one in planner.requests.open.values()]
+        adapted = [one for one in named if one[0]]
         return msgspec.structs.replace(
             outside,
             num_running=stats.running,

@@ -74,11 +74,19 @@ class CompiledDecodes:
         self._decode.argtypes, self._decode.restype = [*[POINTER] * 3, SIZE, *[POINTER] * 2, SIZE, POINTER], SIZE
         self._wrong = SIZE()
         self._decoder = decoder
+        self._pool = pool
         self._rows = rows
         self._sampler = sampler
+        self._windows, self._widest = attention.windows, attention.widest
         self._attention = attention.another()
+        self.describe()
+        self._logits_BV = torch.empty((1, self._stack.head.O))
+
+    def describe(self) -> None:
+        """Read the places of the decoder's weights; called again if it has others."""
+        decoder, pool, rows = self._decoder, self._pool, self._rows
         self._layers = (Layer * len(decoder.layers))(
-            *(_described(index, decoder, pool, attention.windows[index]) for index in range(len(decoder.layers)))
+            *(_described(index, decoder, pool, self._windows[index]) for index in range(len(decoder.layers)))
         )
         table, norm, mlp = decoder.embedding, decoder.norm, decoder.layers[0].mlp
         plain_VD = getattr(table, "weight", None)
@@ -102,11 +110,10 @@ class CompiledDecodes:
             N=num_rows,
             M=row_len,
             W=width,
-            widest=attention.widest,
+            widest=self._widest,
             embedding_scale=decoder.embedding_scale,
             norm_eps=norm.eps,
         )
-        self._logits_BV = torch.empty((1, self._stack.head.O))
 
     def fits(self, num_rows: int) -> bool:
         """Return whether there is a call for so many rows."""

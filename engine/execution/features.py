@@ -36,6 +36,7 @@ class RankContext:
     max_len: tokens of the longest row.
     place: equal on ranks that share memory, as in ``fair_share``.
     model, rows: the rank's own.  states: of recurrent layers, one slot for each row; None for a model without them.
+    reload: loads another checkpoint of the same shape as the model was loaded; it calls no other rank.
     given: facts that features need and the engine has found, msgpack by the feature's name."""
 
     config: Config
@@ -50,6 +51,7 @@ class RankContext:
     model: Model
     rows: DeviceRows
     states: RecurrentStates | None
+    reload: Callable[[ModelSpec], Model]
     given: Mapping[str, bytes]
 
 

@@ -165,11 +165,14 @@ NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """One request's lock.  num_pages: length of the prefix it keeps in the tree.  node: its end, None once unlocked."""
+    """One request's lock.  num_pages: length of the prefix it keeps in the tree.  node: its end, None once unlocked.
+
+    is_sealed: the request computes no more pages that another one may use."""
 
     node: Node | None
     num_pages: int
     priority: int
+    is_sealed: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -101,8 +101,8 @@ class PlannerFeature:
         More than 0 is possible only for a row of which a step has verified tokens, if some were wrong."""
         return 0
 
-    def awaits_tokens(self) -> bool:
-        """Return True to plan nothing before every step in flight has completed."""
+    def waits(self, num_in_flight: int) -> bool:
+        """Return True to plan nothing now.  num_in_flight: steps that have not completed."""
         return False
 
     def plan(self, step: StepBuilder) -> None:
@@ -151,11 +151,14 @@ class PlannerFeature:
         return []
 
     def received(self, message: FeatureAnswer) -> None:
-        """Called when an executor has answered a message of ``outgoing``."""
+        """Called when an executor has answered a message of ``outgoing``, even while the feature is off."""
 
     def reset(self) -> list[Sequence]:
         """Called when the executors are new and nothing is in flight.  Return the sequences that the feature held."""
         return []
+
+    def succeeds(self, other: "PlannerFeature") -> None:
+        """Called when the planner goes on with the requests of another one.  other: the feature of that one."""
 
     def retuned(self, limits: PlannerLimits) -> None:
         """Called when the limits have changed."""
@@ -195,7 +198,7 @@ class PlannerFeatures:
         self.chunk_tokens = self._hooks("chunk_tokens")
         self.verified_tokens = self._hooks("verified_tokens")
         self.recomputed_tokens = self._hooks("recomputed_tokens")
-        self.awaits_tokens = self._hooks("awaits_tokens")
+        self.waits = self._hooks("waits")
         self.plan = self._hooks("plan")
         self.attach = self._hooks("attach")
         self.waves = self._hooks("waves")
@@ -207,7 +210,7 @@ class PlannerFeatures:
         self.num_held = self._hooks("num_held")
         self.forget = self._hooks("forget")
         self.outgoing = self._hooks("outgoing")
-        self.received = self._hooks("received")
+        self.received = callbacks(self.all, PlannerFeature, "received")
 
     def _hooks(self, name: str) -> Callbacks:
         return callbacks([one for one in self.all if one.is_on], PlannerFeature, name)
@@ -217,6 +220,13 @@ class PlannerFeatures:
         for one in self.all:
             one.retuned(limits)
         self.refresh()
+
+    def succeed(self, others: "PlannerFeatures") -> None:
+        """Pass each feature the one of its kind among those of another planner."""
+        by_kind = {type(one): one for one in others.all}
+        for one in self.all:
+            if (other := by_kind.get(type(one))) is not None:
+                one.succeeds(other)
 
     def lost(self, *, is_fault: bool) -> LossExplained | None:
         """Pass a loss to every feature.  Return the explanation, if there is one."""

@@ -69,8 +69,7 @@ class PageManager:
         """
         match = self.match(sequence)
         num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
-        has_room = all(has_room(sequence) for has_room in self._features.has_room)
-        if num_new + reserve > self.num_available or not has_room:
+        if num_new + reserve > self.num_available or not all(fits(sequence) for fits in self._features.has_room):
             return None
         handle = self.tree.lock(match, sequence.priority)  # before the second count: locked pages cannot be evicted
         if num_new + reserve > self.num_available:
@@ -105,16 +104,19 @@ class PageManager:
         handle = self._handles[row]
         table = self._table
         num_pages = min(num_tokens, int(table.num_known[row]) - self._num_behind) // self._page_size
-        if num_pages <= handle.num_pages:
+        if num_pages <= handle.num_pages or handle.is_sealed:
             return
         key = self.tree.key(table.tokens[row, : num_pages * self._page_size + self._num_behind])
         published = self.tree.publish(handle, key, table.page_table[row, :num_pages].copy())
-        count = len(published.pages)
-        if count:
+        if count := len(published.pages):
             indexes = np.arange(published.first, published.first + count, dtype=np.int32)
             table.page_table[row, indexes] = published.pages
             self._rewrites.append(Appends(np.full(count, row, dtype=np.int32), indexes, published.pages))
             self._deferred.append((int(table.last_step[row]), published.duplicates))
+
+    def seal(self, row: int) -> None:
+        """Share no more pages of a row than the tree has."""
+        self._handles[row].is_sealed = True
 
     def release(self, row: int) -> None:
         """Free a row that no step in flight uses any more, and its private pages; the tree keeps the other pages."""

@@ -96,9 +96,7 @@ class Planner:
     def next_step(self) -> Step | None:
         """Plan a step: every decode row, then prefill chunks within the token budget.  None if nothing is to do."""
         features, in_flight = self.features, self._completions.in_flight
-        if in_flight and any(awaits() for awaits in features.awaits_tokens):
-            return None
-        if (builder := self._begin_step()) is None:
+        if any(waits(len(in_flight)) for waits in features.waits) or (builder := self._begin_step()) is None:
             return None
         for plan in features.plan:
             plan(builder)
@@ -202,6 +200,7 @@ class Planner:
         other._prefills.queue.rerank(lambda sequence: 0)  # a policy that stays counts what has been served
         self.meter = self.requests.meter
         self._events.install((self.meter, *self._watchers))
+        self.features.succeed(other.features)
         return self
 
     def retune(self, limits: PlannerLimits, policy: SchedulingPolicy) -> None:

@@ -39,7 +39,7 @@ class Sequence:
     num_prompt: number of them that are the prompt.  max_total: prompt plus most output tokens.
     stop_ids: token ids that end it.  row: its line in the row table, -1 while it waits.
     cache_salt, weights: only sequences with equal values share pages.  weights: name of the weights that compute keys
-    and values in addition to the model; '' for none.  notes: data that features keep with it, by name.
+    and values in addition to the model, or behind a colon in its place; '' for none.  notes: data of features by name.
     num_cached_at_start: prompt tokens that needed no computing when it first ran, -1 until then.
     num_created: pages that its prefills have added to the cache.
     arrived_at, started_at, first_token_at: times of the scheduler's clock; None until then.

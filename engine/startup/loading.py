@@ -4,8 +4,9 @@ Owns: how one rank is put together.  Does not know: actors, steps, which feature
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -71,10 +72,12 @@ RACE_CONTEXT = 256  # tokens of each sequence in the steps that measure threads
 class Loaded:
     """A model with its weights.
 
+    reload: as in ``RankContext``.
     kernels: those of a model on a CPU, if there are any.
     thread_choices: numbers of threads that are worth measuring."""
 
     model: Model
+    reload: Callable[[ModelSpec], Model]
     kernels: CPUKernels | None
     thread_choices: Sequence[int]
 
@@ -119,7 +122,7 @@ def load_runner(
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
     stages.begin("KV pool")
     states = _new_states(start)
-    features = rank_features(_context(start, loaded.model, rows, states, given or {}))
+    features = rank_features(_context(start, loaded, rows, states, given or {}))
     pools = PoolMaker(start, loaded.model, attention, rows, sampler, states, features)
     parts = pools.parts(num_pages)
     must_agree = start.comm.size > 1
@@ -174,20 +177,35 @@ def _load_weights(start: Start) -> Loaded:
     linears = choose_linears(config, spec, start.plugins, plan, device)
     _log_precision(start, linears)
     start.stages.begin("weights")
-    model = load_model(
-        spec,
-        model_comm,
-        device,
-        start.dtype,
+    load = partial(
+        load_model,
+        comm=model_comm,
+        device=device,
+        dtype=start.dtype,
         load_format=config.model.load_format,
         seed=config.device.seed,
-        progress=start.progress,
         linears=linears,
-        check_room=lambda needed: check_weights(spec, needed + copied, start.dtype, room, comm.size),
         kernels=kernels,
+    )
+    model = load(
+        spec,
+        progress=start.progress,
+        check_room=lambda needed: check_weights(spec, needed + copied, start.dtype, room, comm.size),
         share=start.stages.share,
     )
-    return Loaded(model, kernels, thread_choices)
+
+    def reload(other: ModelSpec) -> Model:
+        free = free_bytes(device) // (comm.size if start.on_cpu else 1)  # ranks on a CPU may share its memory
+        again = load(
+            other,
+            progress=False,
+            check_room=lambda needed: check_weights(other, needed + copied, start.dtype, free, comm.size),
+        )
+        if start.invariant and isinstance(again, Decoder):
+            again.by_rows()
+        return again
+
+    return Loaded(model, reload, kernels, thread_choices)
 
 
 def _log_precision(start: Start, linears: Linears) -> None:
@@ -266,7 +284,7 @@ def _prove(start: Start, model: Model, attention: RankAttention, sampler: Sample
 
 
 def _context(
-    start: Start, model: Model, rows: DeviceRows, states: RecurrentStates | None, given: Mapping[str, bytes]
+    start: Start, loaded: Loaded, rows: DeviceRows, states: RecurrentStates | None, given: Mapping[str, bytes]
 ) -> RankContext:
     return RankContext(
         config=start.config,
@@ -278,9 +296,10 @@ def _context(
         dtype=start.dtype,
         place=start.place,
         progress=start.progress,
-        model=model,
+        model=loaded.model,
         rows=rows,
         states=states,
+        reload=loaded.reload,
         given=given,
     )
 

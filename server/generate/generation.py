@@ -22,7 +22,7 @@ from engine.text.tool_calls import ToolCallParser
 from engine.types.params import MAX_SEED, SamplingParams
 from engine.types.prompt import ChatTurn, Prompt, RequestPart
 
-MAX_CHOICES = 128  # in one request
+MAX_CHOICES = 256  # in one request
 END_OF_TIME = 1 << 40  # seconds since 1970
 
 

@@ -15,9 +15,11 @@ from msgspec import UNSET, UnsetType
 from engine.actors.stream import merged
 from engine.messages import Delta, Finish
 from engine.types.logprobs import TokenLogprobs, TokenText
+from engine.types.versions import versions
 from server.generate.generation import Generation
 
 FinishReason = Literal["stop", "length", "abort", "tool_calls"]
+WeightVersions = list[tuple[int, str]] | UnsetType
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; this is what clients of other engines know
 FINISH_REASONS: dict[Finish, FinishReason] = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort"}
 TOKEN_ID_BYTES = 4
@@ -64,6 +66,11 @@ def matched_stop(delta: Delta) -> str | int | UnsetType:
     if delta.finish != Finish.STOP or not delta.token_ids:
         return stop_reason(delta)
     return unpacked(delta.token_ids[-TOKEN_ID_BYTES:])[0] if delta.stop_reason is None else delta.stop_reason
+
+
+def weight_versions(delta: Delta) -> WeightVersions:
+    """Which version of the weights draws the output's tokens, from which of them on; left out for the first weights."""
+    return versions(delta.result) if delta.result else UNSET
 
 
 def ids(packed: bytes, shown: bool = True) -> list[int] | UnsetType:

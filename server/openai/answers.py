@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from engine.checkpoints.use import Kind
 from engine.types.logprobs import TokenLogprobs
-from server.generate.output import FinishReason, OptionalUsage, UsageBody, finite
+from server.generate.output import FinishReason, OptionalUsage, UsageBody, WeightVersions, finite
 
 
 class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +50,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: WeightVersions = UNSET
 
 
 class TextCompletion(ResponseHead, frozen=True, kw_only=True):
@@ -131,6 +132,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
     matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: WeightVersions = UNSET
 
 
 class ChatCompletion(ResponseHead, frozen=True, kw_only=True):
@@ -178,6 +180,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
     matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: WeightVersions = UNSET
 
 
 class ChatChunk(ResponseHead, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from server.generate.output import (
     ids,
     matched_stop,
     stop_reason,
+    weight_versions,
 )
 from server.http.operation import generating
 from server.openai.answers import (
@@ -121,6 +122,7 @@ class ChatWriter(ChoicesWriter):
                     stop_reason=stop_reason(output.delta),
                     matched_stop=matched_stop(output.delta),
                     token_ids=ids(output.delta.token_ids, self.shows_token_ids),
+                    weight_versions=weight_versions(output.delta),
                 )
             )
         return ChatCompletion(
@@ -159,6 +161,7 @@ class ChatWriter(ChoicesWriter):
             stop_reason=stop_reason(delta),
             matched_stop=matched_stop(delta),
             token_ids=ids(delta.token_ids, self.shows_token_ids and bool(delta.token_ids)),
+            weight_versions=weight_versions(delta),
         )
         held_back = state.parser is not None and choice == ChatChunkChoice(index=state.index, delta=ChatDelta())
         if not held_back:

@@ -24,6 +24,7 @@ from server.generate.output import (
     ids,
     matched_stop,
     stop_reason,
+    weight_versions,
 )
 from server.http.operation import generating
 from server.openai.answers import CompletionChoice, CompletionLogprobs, TextCompletion
@@ -102,6 +103,7 @@ class CompletionWriter(ChoicesWriter):
                 matched_stop=matched_stop(delta),
                 token_ids=ids(delta.token_ids, self.shows_token_ids),
                 prompt_token_ids=ids(delta.prompt_token_ids, self.shows_token_ids),
+                weight_versions=weight_versions(delta),
             )
             for index, delta in enumerate(output.delta for output in self._best(outputs))
         ]
@@ -117,6 +119,7 @@ class CompletionWriter(ChoicesWriter):
             matched_stop=matched_stop(delta),
             token_ids=ids(delta.token_ids, self.shows_token_ids),
             prompt_token_ids=ids(delta.prompt_token_ids, bool(delta.prompt_token_ids)),
+            weight_versions=weight_versions(delta),
         )
         state.num_chars += sum(map(_num_chars, (*delta.prompt_logprobs, *delta.logprobs)))
         return [self._completion([choice], usage)]

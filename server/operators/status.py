@@ -177,7 +177,7 @@ def trouble(ingress: EngineIngress, gauges: Gauges) -> RequestError | None:
         return error
     if ingress.recovering:
         reason, code = "a part of the engine is being restarted; requests are taken and wait", "recovering"
-    elif gauges.stalled_s > STALLED_AFTER_S:
+    elif gauges.stalled_s > STALLED_AFTER_S and not gauges.of_features.get("rows_paused"):
         # Not the time without a token: a long prompt may be many steps on its way to its first one.
         reason, code = f"requests are open and no step has completed for {gauges.stalled_s:.0f} s", "stalled"
     else:

@@ -52,7 +52,7 @@ class LocalOperations:
                 case "wake_up":
                     await self._changeover.wake()
                 case "feature":
-                    await self._features.get(ask.feature, EngineFeature()).operate(ask.text or "")
+                    return await self._features.get(ask.feature, EngineFeature()).operate(ask.text or "")
         except CallboardError as error:
             raise _as_request_error(error) from error
         return b""

@@ -21,9 +21,10 @@ EXTENSIONS = {
     "recording": ("server/extensions/recording",),
     "sessions": ("server/extensions/sessions",),
     "traffic": ("server/extensions/whatif",),
+    "weight_updates": ("server/extensions/weight_updates",),
 }
 # The product's other files that import from a feature.
-IMPORTERS = {"pooling": {"engine/llm.py"}}
+IMPORTERS = {"pooling": {"engine/llm.py"}, "weight_updates": {"engine/llm.py"}}
 # What names a feature, and more folders that are its own.
 NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "explain": (r"features\.explain|/explain\b", ()),

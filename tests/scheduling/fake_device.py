@@ -26,12 +26,14 @@ def next_token(tokens: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(tokens, dtype=np.int32).tobytes()) % VOCAB
 
 
-def expected_output(prompt: np.ndarray, count: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+def expected_output(
+    prompt: np.ndarray, count: int, stop_ids: frozenset[int] = frozenset(), weights: int = 0
+) -> list[int]:
     """Return the tokens of an undisturbed run of length ``count``."""
     tokens = list(prompt)
     output: list[int] = []
     while len(output) < count:
-        token = next_token(np.array(tokens))
+        token = next_token(np.array(tokens) + VOCAB * weights)
         tokens.append(token)
         output.append(token)
         if token in stop_ids:
@@ -56,6 +58,7 @@ class FakeDevice:
         # What a draft model says behind some tokens, so many at a time; none if it is not ready.
         self.draft: Callable[[list[int], int], list[int]] | None = None
         self.done: deque[StepDone] = deque()
+        self.weights = 0  # that compute what is stored from now on
         self.num_steps = 0
         self.num_moved_to_host = 0
         self.num_moved_back = 0
@@ -89,7 +92,7 @@ class FakeDevice:
         batch = lay_out(step, self._computed)
         slots = self._slot(batch.rows_T, batch.positions_T)
         assert len(np.unique(slots)) == len(slots), "two tokens of a step share a slot"
-        self._slots[slots] = self._tokens[batch.rows_T, batch.positions_T]
+        self._slots[slots] = self._tokens[batch.rows_T, batch.positions_T] + VOCAB * self.weights
         sampled = []
         for row, position in zip(batch.sample_rows_N, batch.sample_positions_N, strict=True):
             context = self._slots[self._slot(np.full(position, row), np.arange(position))]

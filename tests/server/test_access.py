@@ -27,7 +27,9 @@ from tests.server.live_server import LiveServer
 from tests.server.test_keys import BOTH, Clock, bearer, keys_in
 
 CHANGING = ("/apply", "/sleep", "/wake_up", "/start_profile", "/stop_profile", "/debug/recording",
-            "/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # fmt: skip
+            "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights", "/update_weights_from_disk",
+            "/update_weights_from_tensor", "/update_weights_from_distributed", "/update_weights_from_ipc",
+            "/init_weights_update_group", "/pause", "/pause_generation", "/resume", "/continue_generation")  # fmt: skip
 SHOWING = (
     "/metrics",
     "/stats",
@@ -37,6 +39,9 @@ SHOWING = (
     "/v1/loads",
     "/health_generate",
     "/is_sleeping",
+    "/weight_version",
+    "/get_weight_version",
+    "/is_paused",
 )
 OPEN = {"/", "/page/{name}", "/health", "/ping", "/ready", "/api/version"}
 

@@ -88,7 +88,7 @@ def test_chat_logprobs_need_to_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields, param", [({"n": 129}, "n"), ({"n": 64, "prompt": ["a"] * 3}, "n"), ({"prompt": ["a"] * 129}, "prompt")]
+    "fields, param", [({"n": 257}, "n"), ({"n": 128, "prompt": ["a"] * 3}, "n"), ({"prompt": ["a"] * 257}, "prompt")]
 )
 def test_too_many_choices_are_refused(fields: dict[str, object], param: str) -> None:
     with pytest.raises(RequestError) as caught:
@@ -98,11 +98,11 @@ def test_too_many_choices_are_refused(fields: dict[str, object], param: str) -> 
 
 @given(st.integers(0, MAX_SEED))
 def test_choice_seeds_are_seeds_and_differ(seed: int) -> None:
-    seeds = [choice_seed(seed, k) for k in range(128)]
+    seeds = [choice_seed(seed, k) for k in range(256)]
     assert seeds[0] == seed
-    assert len(set(seeds)) == 128
+    assert len(set(seeds)) == 256
     assert all(0 <= one <= MAX_SEED for one in seeds if one is not None)
-    assert [choice_seed(seed, k) for k in range(128)] == seeds
+    assert [choice_seed(seed, k) for k in range(256)] == seeds
 
 
 def test_no_seed_stays_no_seed() -> None:

@@ -34,7 +34,7 @@ ANY_FIELDS: dict[str, list[str]] = {
     "presence_penalty": [*NUMBERS, "2.1", "-2.1"],
     "frequency_penalty": [*NUMBERS, "2.1", "-2.1"],
     "top_k": [*INTEGERS, "-2"],
-    "n": [*INTEGERS, "0", "-1", "129", "1000000"],
+    "n": [*INTEGERS, "0", "-1", "257", "1000000"],
     "max_tokens": [*INTEGERS, "0", "-1"],
     "min_tokens": [*INTEGERS, "-1"],
     "seed": [*INTEGERS, str((-1 << 63) - 1), str(1 << 63)],
@@ -82,11 +82,11 @@ ANY_FIELDS: dict[str, list[str]] = {
 }  # fmt: skip
 COMPLETION_FIELDS: dict[str, list[str]] = {
     "prompt": ["null", "1", "{}", "[]", "[[]]", "[1, [2]]", '["a", 1]', "[true]", "[1.5]", "[-1]", "[1000]", "[null]",
-               f"[{HUGE}]", json.dumps(["a"] * 129), '"\\ud800"', json.dumps("x" * 9000), "[[[1]]]"],
+               f"[{HUGE}]", json.dumps(["a"] * 257), '"\\ud800"', json.dumps("x" * 9000), "[[[1]]]"],
     "logprobs": [*INTEGERS, "-1", "21"],
     "echo": FLAGS,
     "suffix": ['"end"', "1"],
-    "best_of": [*INTEGERS, "0", "-1", "129"],
+    "best_of": [*INTEGERS, "0", "-1", "257"],
 }  # fmt: skip
 CHAT_FIELDS: dict[str, list[str]] = {
     "messages": [

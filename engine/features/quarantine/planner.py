@@ -68,8 +68,8 @@ class QuarantinePlanner(PlannerFeature):
                 culprit = sequence
         return culprit
 
-    def awaits_tokens(self) -> bool:
-        return self.quarantine.is_on
+    def waits(self, num_in_flight: int) -> bool:
+        return num_in_flight > 0 and self.quarantine.is_on
 
     def completed(self, record: InFlight, seconds: float) -> None:
         """Retract the sequence that runs alone if it is past the place where executors were lost; the next follows."""

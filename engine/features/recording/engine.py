@@ -32,13 +32,14 @@ class RecordingFeature(EngineFeature):
         """Return the constructor of a scheduler whose turns are recorded."""
         return partial(RecordedScheduler, recorder=self.recorder)
 
-    async def operate(self, text: str) -> None:
+    async def operate(self, text: str) -> bytes:
         """Write a file of this name.  Raises RequestError (507) if it is not written."""
         # A client that leaves cancels this task, but not the write on the recorder's thread.
         written = asyncio.wrap_future(self.recorder.write("asked", text))
         if reason := await asyncio.shield(written):
             status = HTTPStatus.INSUFFICIENT_STORAGE
             raise RequestError(f"the recording is not written: {reason}", status=status, code="recording_failed")
+        return b""
 
 
 def engine_feature(context: EngineContext) -> RecordingFeature | None:

@@ -70,8 +70,8 @@ class Reasons(PlannerWatcher):
 
     def retracted(self, sequence: Sequence) -> None:
         self._sentences.append(
-            f"request {sequence.request_id} loses its row and waits again: pages are short or it is isolated; it is "
-            f"the youngest of the least urgent (priority {sequence.priority})"
+            f"request {sequence.request_id} loses its row and waits again: pages are short, the weights change, or it "
+            f"is isolated; it is the youngest of the least urgent (priority {sequence.priority})"
         )
 
     def finished(self, sequence: Sequence, metrics: RequestMetrics) -> None:

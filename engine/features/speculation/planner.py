@@ -61,8 +61,8 @@ class SpeculationPlanner(PlannerFeature):
 
     # ---- planning ---------------------------------------------------------------------------
 
-    def awaits_tokens(self) -> bool:
-        return self._awaits_tokens
+    def waits(self, num_in_flight: int) -> bool:
+        return num_in_flight > 0 and self._awaits_tokens
 
     def plan(self, step: StepBuilder) -> None:
         """Add proposals for rows that decode in a step, if no other step is in flight."""

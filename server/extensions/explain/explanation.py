@@ -292,7 +292,7 @@ def _sentence(part: TimeShare, told: Explained, others: str, max_running: int) -
             return f"Steps took longer than usual: {named}."
         case "retraction":
             return (
-                f"Pages ran out and it lost its row {told.num_retractions} times: it waited "
+                f"It lost its row {told.num_retractions} times, since pages ran out or weights changed: it waited "
                 f"{_s(reasons.get('waiting', 0.0))} to come back and spent {_s(reasons.get('again', 0.0))} computing "
                 "again what was no longer cached."
             )

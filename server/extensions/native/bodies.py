@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.types.params import MAX_TOKEN_COUNT
-from server.generate.output import FinishReason
+from server.generate.output import FinishReason, WeightVersions
 from server.openai.requests import Int, Priority, Salt, SamplingFields, Short, TokenId, TopLogprobs
 
 MaxNewTokens = Annotated[int, Meta(ge=0, le=MAX_TOKEN_COUNT)]
@@ -88,6 +88,8 @@ class NativeInfo(msgspec.Struct, frozen=True, kw_only=True):
     output_token_logprobs: list[Logprob] | UnsetType = UNSET
     output_top_logprobs: list[list[Logprob] | None] | UnsetType = UNSET
     output_token_ids_logprobs: list[list[Logprob] | None] | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+    weight_versions: WeightVersions = UNSET
 
 
 class NativeOutput(msgspec.Struct, frozen=True, kw_only=True):

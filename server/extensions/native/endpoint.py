@@ -25,7 +25,7 @@ from server.extensions.native.bodies import (
 )
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
-from server.generate.output import Output, UsageCounter, finish_reason, finite, matched_stop, unpacked
+from server.generate.output import Output, UsageCounter, finish_reason, finite, matched_stop, unpacked, weight_versions
 from server.http.operation import generating
 from server.openai.completions import read_prompts
 from server.openai.requests import GenerationBody, SamplingFields
@@ -171,7 +171,7 @@ class NativeWriter(Writer):
             # Nothing comes before a prompt's first token.
             values[0] = (None, *values[0][1:])
             top = [None, *top[1:]]
-        shown = asked.logprobs
+        shown, marks = asked.logprobs, weight_versions(output.delta)
         of_prompt = shown and (bool(prompt) or not self._sends_news)
         return NativeInfo(
             id=self._names[number],
@@ -184,6 +184,8 @@ class NativeWriter(Writer):
             output_token_logprobs=self._logprobs(output.delta.logprobs) if shown else UNSET,
             output_top_logprobs=self._top_logprobs(output.delta.logprobs) if shown and asked.num_top else UNSET,
             output_token_ids_logprobs=self._top_logprobs(output.delta.logprobs) if asked.named else UNSET,
+            weight_version=marks[-1][1] if marks else UNSET,
+            weight_versions=marks,
         )
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[Logprob]:

@@ -1,0 +1,317 @@
+"""Weight updates in the planner: when the ranks change their weights, and which tokens each set of weights draws.
+
+Owns: the weights that the ranks have, pauses, the mark at each row's first token of other weights.
+Does not know: files, tensors, how a rank changes its weights.
+
+The ranks read new weights while steps run.  When all have read them, no step is planned until those in flight have
+completed; then all ranks change, and steps go on when all of them have.  So no step sees two sets of weights.  The
+digest of a page's weights is part of its key (``Sequence.weights``), so pages of other weights are not found.  A row
+that keeps its pages gives the tree no more of them, since they follow from two sets of weights.
+"""
+
+from functools import partial
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+
+from engine.features.weight_updates.messages import (
+    COMMAND,
+    NAME,
+    Drop,
+    Load,
+    Mode,
+    Pause,
+    Request,
+    Resume,
+    Switch,
+    Update,
+    Weights,
+    command_of,
+    error_of,
+)
+from engine.messages import Admit, FeatureAnswer, FeatureRequest, Finish, StepExtras
+from engine.plugins.features import FeatureContext
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
+from engine.scheduling.rows import Sequence
+from engine.scheduling.step_builder import InFlight, StepBuilder, Wave
+from engine.types.errors import EngineDied
+from engine.types.versions import mark
+
+KEPT_ENDS: Final = 64  # of commands
+NO_VERSION: Final = -1  # less than any sequence has
+NO_MARK: Final = StepExtras()
+
+
+class WeightsPlanner(PlannerFeature):
+    """The weights of one planner's ranks.
+
+    path: of the model, as configured.  present: the weights that the next step is computed with.
+    ends: command -> why it failed, '' if it did not; of the last commands that have ended."""
+
+    order = 90  # a sequence has its adapter's name by then
+    is_on = False  # until the first command
+
+    def __init__(self, parts: PlannerParts, path: str) -> None:
+        self.path = path
+        self.present = Weights()
+        self.ends: dict[int, str] = {}
+        self.pause: Pause | None = None
+        self._parts = parts
+        self._table = parts.table
+        self._update: tuple[int, Update] | None = None
+        self._pausing = -1  # the command, until its pause is reached
+        self._phase: Literal["", "load", "drain", "switch"] = ""
+        self._loading = self.present
+        self._has_present = True
+        self._errors: list[str] = []
+        self._num_requests = self._num_unanswered = 0
+        self._requested: list[FeatureRequest] = []
+        self._unmarked: set[int] = set()
+
+    # ---- commands and answers ---------------------------------------------------------------
+
+    def received(self, message: FeatureAnswer) -> None:
+        """Take a command, or a rank's answer; the last one ends the phase."""
+        if message.feature != NAME:
+            return
+        if message.rank == COMMAND:
+            self._turn_on()
+            self._command(message)
+        elif message.number == self._num_requests and self._num_unanswered:
+            self._errors += filter(None, [error_of(message)])
+            self._num_unanswered -= 1
+            if not self._num_unanswered:
+                self._loaded() if self._phase == "load" else self._switched()
+
+    def _turn_on(self) -> None:
+        if not self.is_on:
+            self.is_on = True
+            self._parts.features.refresh()
+
+    def _command(self, message: FeatureAnswer) -> None:
+        number = message.number
+        match command_of(message):
+            case Update() as update if self._update is None:
+                weights = update.weights
+                at = self.present.number + 1
+                weights = msgspec.structs.replace(weights, number=at, version=weights.version or str(at))
+                self._update = number, msgspec.structs.replace(update, weights=weights)
+            case Update():
+                self._end(number, "another update is under way")
+            case Pause() as pause:
+                self.pause, self._pausing = pause, number
+            case Resume():
+                self._end(self._pausing, "the engine was resumed before the pause was reached")
+                self.pause = None
+                self._end(number)
+
+    def _end(self, command: int, error: str = "") -> None:
+        if command >= 0:
+            self.ends[command] = error
+            self.ends.pop(command - KEPT_ENDS, None)
+        if command == self._pausing:
+            self._pausing = -1
+
+    def _ask(self, request: Request, phase: Literal["load", "switch"]) -> None:
+        self._num_unanswered, self._errors, self._phase = self._parts.limits.num_ranks, [], phase
+        self._send(request)
+
+    def _send(self, request: Request) -> None:
+        self._num_requests += 1
+        body = msgspec.msgpack.encode(request)
+        self._requested.append(FeatureRequest(feature=NAME, number=self._num_requests, body=body))
+
+    def outgoing(self) -> list[FeatureRequest]:
+        requested, self._requested = self._requested, []
+        return requested
+
+    # ---- the change -------------------------------------------------------------------------
+
+    def waits(self, num_in_flight: int) -> bool:
+        """Return whether the weights change now or an operator has stopped the rows; go on with the change."""
+        if not self._phase and (self._update is not None or not self._has_present):
+            self._loading = self.present if self._update is None else self._update[1].weights
+            self._ask(Load(self._loading), "load")
+        if self._phase == "switch" or not self._has_present:
+            return True
+        if (mode := self._mode) is None:
+            return False
+        if num_in_flight or (mode == "finish" and self._table.running.any()):
+            return mode != "finish"
+        if self._phase == "drain":
+            self._end_requests(0 if self._update is None else self._update[1].most)
+            self._leave_rows(mode)
+            self._ask(Switch(self._loading.number), "switch")
+        elif self._pausing >= 0:
+            if mode in ("retract", "abort"):
+                self._leave_rows(mode)
+            self._end(self._pausing)
+        return True
+
+    def blocks(self) -> bool:
+        """Return whether running rows are to finish and no other is to start."""
+        return self._mode == "finish"
+
+    @property
+    def _loads_update(self) -> bool:
+        return self._update is not None and self._update[1].weights == self._loading
+
+    @property
+    def _mode(self) -> Mode | None:
+        """What happens to running rows now; None if they go on."""
+        pause = None if self.pause is None else self.pause.mode
+        if self._phase == "drain" and self._update is not None:
+            return self._update[1].mode or pause or "retract"
+        return pause
+
+    def _loaded(self) -> None:
+        """Go on when all ranks have read the weights, or end an update that one of them could not read."""
+        if self._errors and not self._loads_update:
+            raise EngineDied(f"new executors cannot have the present weights {self.present.version}: {self._errors[0]}")
+        if self._update is not None and self._errors:
+            self._end(self._update[0], self._errors[0])
+            self._update, self._phase = None, ""
+            self._send(Drop())
+        elif self._has_present:
+            self._phase = "drain"
+        else:
+            self._ask(Switch(self._loading.number), "switch")
+
+    def _switched(self) -> None:
+        """Go on with the new weights."""
+        if self._errors:
+            raise EngineDied(f"executors cannot change to weights {self._loading.version}: {self._errors[0]}")
+        self._phase, self._has_present = "", True
+        if self._update is None or not self._loads_update:
+            return
+        (command, update), self._update = self._update, None
+        self.present = update.weights
+        if self._table.num_free == len(self._table.sequences):
+            self._parts.pages.forget()
+        for sequence in [*self._parts.requests.open.values()]:
+            if sequence.row >= 0:
+                self._unmarked.add(sequence.row)
+                continue
+            self._name_weights(sequence)
+            # What features have fetched or hold for it is of the weights before.
+            held = [forget(sequence) for forget in self._parts.features.forget]
+            if any(held):
+                self._parts.prefills.wait(sequence)
+        self._parts.prefills.unblock()
+        self._end(command)
+
+    def _leave_rows(self, mode: Mode) -> None:
+        """Send running rows back to the queue, or end all requests.
+
+        Rows that keep their pages stay, if they have all their prompt's."""
+        table = self._table
+        if mode == "abort":
+            self._end_requests(NO_VERSION)
+        for row in np.flatnonzero(table.running).tolist():
+            sequence = table.sequences[row]
+            assert sequence is not None, f"row {row} runs and is free"
+            if mode == "keep" and table.num_known[row] > len(sequence.tokens):
+                self._parts.pages.seal(row)
+            else:
+                self._parts.completions.retract(sequence)
+
+    def _end_requests(self, most: int) -> None:
+        """End the requests whose tokens are of at least ``most`` versions; 0 for none."""
+        requests = self._parts.requests
+        for sequence in [*requests.open.values()] if most else ():
+            if self._num_versions(sequence) < most:
+                continue
+            if sequence.row >= 0:
+                self._parts.completions.end(sequence.row, Finish.ABORT)
+            else:
+                self._parts.prefills.forget(sequence)
+                requests.end(sequence, Finish.ABORT, len(sequence.tokens))
+            requests.send_end(sequence.request_id, Finish.ABORT)
+
+    def _num_versions(self, sequence: Sequence) -> int:
+        known = len(sequence.tokens) if sequence.row < 0 else int(self._table.num_known[sequence.row])
+        _, num_versions = sequence.notes.get(NAME, (0, 0))
+        return num_versions or int(known > sequence.num_prompt)
+
+    def _name_weights(self, sequence: Sequence) -> None:
+        adapter, digest = sequence.weights.partition(":")[0], self.present.digest
+        sequence.weights = f"{adapter}:{digest}" if digest else adapter
+
+    # ---- rows -------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence, message: Admit) -> None:
+        self._name_weights(sequence)
+
+    def started(self, sequence: Sequence) -> None:
+        """Note whether the row's tokens are of other weights than those before, or than the first ones."""
+        if sequence.notes.get(NAME, (0, 0))[0] != self.present.number and sequence.params.generates:
+            self._unmarked.add(sequence.row)
+
+    def left(self, row: int) -> None:
+        """Name the present weights, which compute the row's tokens if it comes back."""
+        if (sequence := self._table.sequences[row]) is not None:
+            self._name_weights(sequence)
+        self._unmarked.discard(row)
+
+    def attach(self, step: StepBuilder) -> None:
+        """Note the rows whose first token of the present weights the step samples."""
+        if not self._unmarked:
+            return
+        sampled = set(step.decode_rows.tolist())
+        for columns in (step.prompts, step.inserted):
+            if columns is not None:
+                sampled |= set(columns.rows[columns.samples > 0].tolist())
+        if rows := sampled & self._unmarked:
+            step.notes[NAME] = rows
+            self._unmarked -= rows
+
+    def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
+        """Mark the rows' next tokens as those of the present weights, which no step in flight outlasts."""
+        extras = dict(wave.extras)
+        for row in record.notes.get(NAME, ()):
+            sequence = self._table.sequences[row]
+            if sequence is not None and self._table.running[row]:
+                num_tokens = int(self._table.num_known[row]) - sequence.num_prompt
+                marked = mark(num_tokens, self.present.version)
+                extras[row] = msgspec.structs.replace(extras.get(row, NO_MARK), result=marked)
+                if sequence.notes.get(NAME, (0, 0))[0] != self.present.number:
+                    sequence.notes[NAME] = self.present.number, self._num_versions(sequence) + 1
+        return [wave._replace(extras=extras)]
+
+    # ---- other ranks, other planners --------------------------------------------------------
+
+    def reset(self) -> list[Sequence]:
+        """Let new ranks, which have the weights of ``model.path``, read the present ones before the first step."""
+        self._phase, self._num_unanswered, self._requested = "", 0, []
+        self._has_present = not self.present.number
+        self._unmarked.clear()
+        for sequence in self._parts.requests.open.values():
+            self._name_weights(sequence)
+        return []
+
+    def succeeds(self, other: PlannerFeature) -> None:
+        """Go on with the weights of another planner, or with those of another ``model.path``, which are new ones."""
+        assert isinstance(other, WeightsPlanner)
+        if not other.is_on:
+            return
+        self._turn_on()
+        self.ends, self.pause, self._pausing, self._update = other.ends, other.pause, other._pausing, other._update
+        self._num_requests = other._num_requests
+        self.present = other.present
+        if self.path != other.path:
+            number = other.present.number + 1
+            self.present = Weights(number=number, version=str(number))
+            if self._update is not None:
+                self._end(self._update[0], "the model was replaced meanwhile")
+                self._update = None
+        self.reset()
+
+    def gauges(self) -> dict[str, int]:
+        """Return the number of the present weights, and whether rows are paused."""
+        return {"weights_number": self.present.number, "rows_paused": int(self.pause is not None)}
+
+
+def planner_feature(context: FeatureContext) -> NewFeature:
+    """Return the builder of the feature."""
+    return partial(WeightsPlanner, path=context.config.model.path)

@@ -1,0 +1,159 @@
+"""Weight updates on a rank: weights that are read next to the present ones, and take their place between two steps.
+
+Owns: the second set of weights, and which ones the rank has.
+Does not know: when weights change, how a model is loaded.
+
+The new weights are loaded and laid out as at the start, so a step has the bits of an engine that was started with
+them.  Then the model takes over the other one's parts: nothing is copied, and the old weights are freed.
+"""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from engine.actors.runner import Answer
+from engine.checkpoints.fingerprint import fingerprint
+from engine.execution.captured_steps import CapturedDecodes
+from engine.execution.compiled_decodes import CompiledDecodes
+from engine.execution.device import choose_dtype
+from engine.execution.features import RankContext, RankFeature
+from engine.features.weight_updates.files import check_same_model
+from engine.features.weight_updates.messages import (
+    NAME,
+    Drop,
+    Load,
+    Request,
+    Switch,
+    Weights,
+    answer_to,
+    request_of,
+)
+from engine.layers.linear import PlainWeight
+from engine.layers.packing import WrappedWeight
+from engine.messages import FeatureRequest
+from engine.models.decoder import Decoder
+from engine.models.model import Model
+from engine.plugins.families import read_model
+from engine.text.pictures import NAME as PICTURES
+from engine.types.errors import CallboardError, WeightsError
+
+log = logging.getLogger(__name__)
+
+KEPT = ("tap",)  # attributes of a model that others have set
+
+
+class WeightsRank(RankFeature):
+    """The weights of one rank."""
+
+    order = -10  # before features that put something in the place of the compiled decode steps
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._number = 0
+        self._next: tuple[int, Model | None] = 0, None
+        self._whole: CapturedDecodes | None = None
+        self._num_models = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+
+    def around(self, model: object) -> object:
+        """Count the objects that run the model: a second one is captured, and reads the first weights' memory."""
+        self._num_models += 1
+        return model
+
+    def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
+        """Note the object that runs decode steps, and reads the weights' memory."""
+        self._whole = whole
+        return whole
+
+    # ---- next to the steps ------------------------------------------------------------------
+
+    def receive(self, message: FeatureRequest, answer: Answer) -> bool:
+        """Read weights, or change to them, on a thread."""
+        if message.feature != NAME:
+            return False
+        self._thread.submit(self._do, message, answer)
+        return True
+
+    def _do(self, message: FeatureRequest, answer: Answer) -> None:
+        error = ""
+        try:
+            self._follow(request_of(message))
+        except CallboardError as refusal:
+            error = str(refusal)
+        except Exception as fault:
+            log.exception("weights cannot be changed")
+            error = f"{type(fault).__name__}: {fault}"
+        answer(answer_to(message, self._context.comm.rank, error))
+
+    def _follow(self, request: Request) -> None:
+        match request:
+            case Load(weights):
+                self._next = 0, None
+                self._next = weights.number, self._load(weights)
+            case Switch(number):
+                if number != self._next[0]:
+                    raise WeightsError(f"weights {number} have not been read, but {self._next[0]}")
+                if self._next[1] is not None:
+                    self._take_over(self._next[1])
+                self._number, self._next = number, (0, None)
+            case Drop():
+                self._next = 0, None
+
+    def _load(self, weights: Weights) -> Model | None:
+        """Return a model with the weights; None if the present one has them."""
+        context = self._context
+        if weights.number == self._number or not weights.directory:
+            return None
+        if self._num_models > 1 or not isinstance(self._whole, CompiledDecodes | None):
+            raise WeightsError("captured steps read the weights' memory; set graphs.mode = 'off' to change weights")
+        config = context.config
+        if PICTURES in context.given:
+            raise WeightsError("a model with an encoder of pictures keeps the weights that it was started with")
+        spec = read_model(Path(weights.directory), config.plugins, config.model)
+        check_same_model(context.spec, spec, config.model.load_format)
+        if fingerprint(spec, config.model.load_format) != weights.digest:
+            raise WeightsError(
+                f"{weights.directory}: its files have changed since version {weights.version} was checked"
+            )
+        if (dtype := choose_dtype(config.model.dtype, context.device, spec.dtype)) != context.dtype:
+            raise WeightsError(
+                f"{spec.directory}: a start computes it in {dtype}, not {context.dtype}; set model.dtype"
+            )
+        model = context.reload(spec)
+        self._check_sinks(model)
+        return model
+
+    def _check_sinks(self, model: Model) -> None:
+        """Raise WeightsError for other sinks: the attention backend has copies of them."""
+        pairs = zip(self._context.model.attention_spec.sinks, model.attention_spec.sinks, strict=True)
+        if not all(torch.equal(one, other) for one, other in pairs):
+            raise WeightsError("the sinks of attention differ, which only a restart changes")
+
+    @torch.inference_mode()
+    def _take_over(self, other: Model) -> None:
+        model = self._context.model
+        if isinstance(model, Decoder) and isinstance(other, Decoder):
+            for layer, new in zip(model.layers, other.layers, strict=True):
+                for linear, plain in zip(layer.linears, new.linears, strict=True):
+                    if isinstance(wrapped := linear.packed, WrappedWeight):
+                        wrapped.plain = plain.packed or PlainWeight(plain.weight)
+                        plain.packed = wrapped
+        vars(model).update({name: value for name, value in vars(other).items() if name not in KEPT})
+        if isinstance(self._whole, CompiledDecodes):
+            self._whole.describe()
+
+    def close(self) -> None:
+        """Wait for the thread."""
+        self._next = 0, None
+        self._thread.shutdown(cancel_futures=True)
+
+    def leave(self) -> None:
+        """Let the thread end."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def rank_feature(context: RankContext) -> WeightsRank:
+    """Return the feature."""
+    return WeightsRank(context)

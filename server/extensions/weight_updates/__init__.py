@@ -1,0 +1,1 @@
+"""Weights that operators change, and pauses, as a part of the server."""

@@ -1,0 +1,130 @@
+"""Weights that change over HTTP: which places a request may name, in whose words, and what answers say."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import Config, build_config
+from tests.server.http_client import ask
+from tests.server.live_system import MODEL, LiveSystem
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
+PROMPT = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A storage folder with the demo model, changed a little, as weights/step-1."""
+    folder = tmp_path_factory.mktemp("storage")
+    step = folder / "weights" / "step-1"
+    step.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DEMO / name, step)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: (one.float() + 0.3 * one.float().std() * torch.randn(one.shape, generator=generator)).to(one.dtype)
+        for name, one in load_file(DEMO / "model.safetensors").items()
+    }
+    save_file(tensors, step / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def live(storage: Path) -> Iterator[LiveSystem]:
+    settings: dict[str, Any] = {
+        "model": {"path": str(DEMO), "name": MODEL},
+        "kv": {"num_pages": 256},
+        "device": {"threads": 1},
+        "storage": {"folder": str(storage)},
+    }
+    with LiveSystem(build_config(Config(), settings)) as live:
+        yield live
+
+
+def said(live: LiveSystem, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    reply = ask(live.port, method, path, body)
+    return reply.status, json.loads(reply.body)
+
+
+def choice(live: LiveSystem) -> dict[str, Any]:
+    status, answer = said(live, "POST", "/v1/completions", PROMPT)
+    assert status == 200
+    return dict(answer["choices"][0])
+
+
+def test_answers_name_the_version_that_a_trainer_has_given(live: LiveSystem) -> None:
+    first = choice(live)
+    assert "weight_versions" not in first
+    status, answer = said(live, "POST", "/update_weights", {"path": "step-1", "version": "one"})
+    assert (status, answer["weight_version"], answer["number"]) == (200, "one", 1)
+    second = choice(live)
+    assert second["weight_versions"] == [[0, "one"]]
+    assert second["logprobs"] != first["logprobs"]
+    native = {"input_ids": PROMPT["prompt"], "sampling_params": {"max_new_tokens": 2}}
+    assert said(live, "POST", "/generate", native)[1]["meta_info"]["weight_version"] == "one"
+    stream = ask(live.port, "POST", "/v1/completions", {**PROMPT, "stream": True})
+    assert stream.body.count(b"weight_versions") == 1
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
+    assert b'"weight_versions":[[0,"one"]]' in ask(live.port, "POST", "/v1/chat/completions", chat).body
+    status, answer = said(live, "POST", "/update_weights_from_disk", {"model_path": str(DEMO), "weight_version": "two"})
+    assert (status, answer["success"]) == (200, True)
+    assert said(live, "GET", "/get_weight_version")[1]["weight_version"] == "two"
+    third = choice(live)
+    assert (third["logprobs"], third["weight_versions"]) == (first["logprobs"], [[0, "two"]])
+
+
+def test_a_file_of_some_tensors_changes_these_alone(live: LiveSystem, storage: Path) -> None:
+    assert said(live, "POST", "/update_weights", {"path": "step-1", "version": "all"})[0] == 200
+    expected = choice(live)["logprobs"]
+    assert said(live, "POST", "/update_weights", {"path": str(DEMO)})[0] == 200
+    tensors = load_file(storage / "weights" / "step-1" / "model.safetensors")
+    halves = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    for number, half in enumerate(halves):
+        save_file(half, storage / "weights" / f"{number}.safetensors")
+        assert said(live, "POST", "/update_weights", {"path": f"{number}.safetensors"})[0] == 200
+        assert (choice(live)["logprobs"] == expected) == bool(number)
+    save_file({"other": torch.zeros(1)}, storage / "weights" / "other.safetensors")
+    status, answer = said(live, "POST", "/update_weights", {"path": "other.safetensors"})
+    assert (status, "'other' is not among" in answer["error"]["message"]) == (400, True)
+    name = next(iter(tensors))
+    save_file({name: torch.zeros(1)}, storage / "weights" / "other.safetensors")
+    status, answer = said(live, "POST", "/update_weights", {"path": "other.safetensors"})
+    assert (status, "has shape" in answer["error"]["message"]) == (400, True)
+    assert choice(live)["logprobs"] == expected
+
+
+@pytest.mark.parametrize("path", ["/etc", "../../etc", "..", "step-2", "\0", "step-1/../.."])
+def test_a_request_names_no_place_but_the_folder_of_weights(live: LiveSystem, path: str) -> None:
+    before = said(live, "GET", "/weight_version")[1]["number"]
+    status, answer = said(live, "POST", "/update_weights", {"path": path})
+    assert status == 400
+    assert ("below weights/" in answer["error"]["message"]) == (path != "step-2")
+    assert said(live, "GET", "/weight_version")[1]["number"] == before
+
+
+def test_weights_with_another_digest_or_in_pickles_are_refused(live: LiveSystem) -> None:
+    status, answer = said(live, "POST", "/update_weights", {"path": "step-1", "digest": "0"})
+    assert (status, answer["error"]["param"]) == (400, "digest")
+    status, answer = said(live, "POST", "/update_weights_from_tensor", {"serialized_named_tensors": []})
+    assert status == 400
+    assert "pickled" in answer["error"]["message"]
+    status, answer = said(live, "POST", "/pause?mode=stop")
+    assert (status, answer["error"]["param"]) == (400, "mode")
+
+
+def test_a_pause_has_the_words_of_vllm_and_of_sglang(live: LiveSystem) -> None:
+    for pause, body, resume in (
+        ("/pause?mode=keep", None, "/resume"),
+        ("/pause_generation", {"mode": "in_place"}, "/continue_generation"),
+    ):
+        assert said(live, "POST", pause, body)[1]["is_paused"] is True
+        assert said(live, "GET", "/is_paused")[1]["is_paused"] is True
+        assert said(live, "GET", "/health")[0] == 200
+        assert said(live, "POST", resume)[1]["is_paused"] is False
+    assert len(choice(live)["text"]) > 0

@@ -1,0 +1,141 @@
+"""After an update an engine gives, bit for bit, what one gives that was started with the new weights."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callboard import LLM, SamplingParams
+from engine.llm import Completion
+from engine.types.errors import RequestError, WeightsError
+from tests.models.checkpoints import build, random_tokens, save
+from tests.workers.executors import send
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+PROMPTS = [random_tokens(length, length) for length in (3, 40, 17)]
+# One row at a time: the products of torch and oneDNN in two runs are then the same calls with the same shapes.
+BASE = {
+    "kv": {"page_size": 4, "num_pages": 256},
+    "device": {"threads": 1},
+    "model": {"tokenizer": "none"},
+    "scheduler": {"max_running": 1},
+}
+Sections = dict[str, dict[str, Any]]
+Said = list[tuple[list[int], list[float]]]
+
+
+def checkpoint(folder: Path, variant: str, seed: int, dtype: torch.dtype | None = None) -> Path:
+    model = build(variant)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return save(model if dtype is None else model.to(dtype), folder / str(seed), sharded=False)
+
+
+def engine(path: Path, more: Sections) -> LLM:
+    sections = {name: {**BASE.get(name, {}), **more.get(name, {})} for name in {*BASE, *more}}
+    return LLM(path, config=sections, progress=False)
+
+
+def said(completions: list[Completion]) -> Said:
+    return [(one.token_ids, [token.sampled.logprob for token in one.logprobs]) for one in completions]
+
+
+def fresh(path: Path, more: Sections) -> Said:
+    with engine(path, more) as llm:
+        return said(llm.generate(PROMPTS, GREEDY))
+
+
+def check(folder: Path, variant: str, more: Sections, after: Callable[[LLM], None] | None = None) -> None:
+    """Check the law for a model, in both directions.  after: called with the engine after the first update."""
+    # Weights in half precision are laid out otherwise than others.
+    first, second = checkpoint(folder, variant, 1), checkpoint(folder, variant, 2, torch.bfloat16)
+    with engine(first, more) as llm:
+        before = said(llm.generate(PROMPTS, GREEDY))
+        assert llm.weights.update(second, version="step-2").version == "step-2"
+        if after is not None:
+            after(llm)
+        completions = llm.generate(PROMPTS, GREEDY)
+        assert [one.weight_versions for one in completions] == [((0, "step-2"),)] * len(PROMPTS)
+        assert [one.usage.cached_tokens for one in completions] == [0] * len(PROMPTS)
+        changed = said(completions)
+        assert changed != before
+        llm.weights.update(first)
+        assert said(llm.generate(PROMPTS, GREEDY)) == before
+    assert fresh(second, more) == changed
+
+
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [
+        ("qwen3-tied", {}),
+        pytest.param("llama", {"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow),
+        pytest.param("llama-biases", {"model": {"quantization": "int8"}}, marks=pytest.mark.slow),
+        pytest.param("llama", {"model": {"numerics": "invariant"}}, marks=pytest.mark.slow),
+        pytest.param("llama", {"device": {"tensor_parallel": 2}}, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2", {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {}, marks=pytest.mark.slow),
+        pytest.param("lfm2", {}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"kv": {"num_host_pages": 64}}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_update_gives_the_bits_of_a_fresh_start(variant: str, more: Sections, tmp_path: Path) -> None:
+    # ``checkpoint`` saves some models in half precision, and then config.json says so.
+    check(tmp_path, variant, {**more, "model": {"dtype": "float32", **more.get("model", {})}})
+
+
+@pytest.mark.slow
+def test_slots_of_adapters_stay_around_the_new_weights(tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    check(tmp_path, "llama", {"model": {"dtype": "float32"}, "lora": {"folder": str(tmp_path / "adapters")}})
+
+
+@pytest.mark.slow
+def test_an_executor_that_dies_comes_back_with_the_present_weights(tmp_path: Path) -> None:
+    def kill(llm: LLM) -> None:
+        send(signal.SIGKILL)
+        llm.generate([[7] * 9], GREEDY)
+
+    more = {"model": {"dtype": "float32"}, "placement": {"executor": "process"}}
+    check(tmp_path, "llama", more, kill)
+
+
+@pytest.mark.slow
+def test_an_output_has_a_mark_where_its_weights_change_and_a_bad_directory_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    first, second = checkpoint(tmp_path, "llama", 1), checkpoint(tmp_path, "llama", 2)
+    longer = GREEDY.replace(max_tokens=400, logprobs=None)
+    with engine(first, {}) as llm:
+        found: list[Completion] = []
+        llm.weights.pause()
+        thread = threading.Thread(target=lambda: found.extend(llm.generate(PROMPTS[:1], longer)))
+        thread.start()
+        while not llm._system.ingress.num_open:
+            time.sleep(0.01)
+        llm.weights.resume()
+        while not (planner := llm._system.scheduler.planner) or not planner.table.running.any():
+            time.sleep(0.001)
+        llm.weights.update(second)
+        thread.join()
+        (completion,) = found
+        marks = completion.weight_versions
+        tail = PROMPTS[0] + completion.token_ids[: marks[0][0]]
+        rest = GREEDY.replace(max_tokens=400 - marks[0][0], logprobs=None)
+        assert llm.generate([tail], rest)[0].token_ids == completion.token_ids[marks[0][0] :]
+        for directory, kind in (
+            (tmp_path, WeightsError),
+            (checkpoint(tmp_path / "o", "llama-head-dim", 1), RequestError),
+        ):
+            with pytest.raises(kind):
+                llm.weights.update(directory)
+        with pytest.raises(RequestError, match="digest"):
+            llm.weights.update(first, digest="another")
+        assert llm.weights.state.version == "1"

@@ -1,0 +1,289 @@
+"""Weights that change under a planner: no step, page or token sees two sets of them unless it is to."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from engine.features.weight_updates.messages import (
+    Command,
+    Drop,
+    Load,
+    Mode,
+    Pause,
+    Resume,
+    Switch,
+    Update,
+    Weights,
+    answer_to,
+    command_message,
+    request_of,
+)
+from engine.features.weight_updates.planner import WeightsPlanner
+from engine.messages import Finish
+from engine.scheduling.pages import PageManager
+from engine.types.versions import versions
+from tests.scheduling.bench import Bench, lose_the_device, prompt_of
+from tests.scheduling.fake_device import VOCAB, expected_output, next_token
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+class Rollouts(Bench):
+    """A bench whose ranks change their weights.  The tests name weights by their digest."""
+
+    def __init__(self, num_ranks: int = 1, **more: object) -> None:
+        super().__init__(features=[partial(WeightsPlanner, path="base")], num_ranks=num_ranks, **more)  # type: ignore[arg-type]
+        self.num_ranks = num_ranks
+        self.loaded = Weights()
+        self.tags = {"": 0}  # digest -> what the device mixes into everything that it stores
+        self.refuses: dict[int, str] = {}  # rank -> why it cannot read weights
+        self.switches = True
+        self.asked: list[object] = []
+        self.marks: dict[int, bytes] = {}
+        self.num_commands = 0
+
+    @property
+    def feature(self) -> WeightsPlanner:
+        return next(one for one in self.planner.features.all if isinstance(one, WeightsPlanner))
+
+    def command(self, command: Command) -> int:
+        self.num_commands += 1
+        self.planner.received(command_message(self.num_commands, command))
+        return self.num_commands
+
+    def update(self, digest: str, mode: Mode | None = None) -> int:
+        return self.command(Update(Weights(0, "", f"/{digest}", digest), mode))
+
+    def plan(self) -> bool:
+        planned = super().plan()
+        return self.answer() or planned
+
+    def answer(self) -> bool:
+        """Answer what the ranks are asked."""
+        requests = self.planner.outgoing()
+        for message in requests:
+            request = request_of(message)
+            self.asked.append(request)
+            match request:
+                case Load(weights):
+                    self.loaded = weights
+                case Switch(number):
+                    assert not self.planner.num_in_flight, "weights change under a step"
+                    assert number == self.loaded.number
+                    if self.switches:
+                        self.device.weights = self.tag(self.loaded.digest)
+            if not isinstance(request, Drop):
+                for rank in range(self.num_ranks):
+                    error = self.refuses.get(rank, "") if isinstance(request, Load) else ""
+                    self.planner.received(answer_to(message, rank, error))
+        return bool(requests)
+
+    def read(self) -> None:
+        for message in self.planner.outbox:
+            for request_id, extras in getattr(message, "extras", {}).items():
+                self.marks[request_id] = self.marks.get(request_id, b"") + extras.result
+        super().read()
+
+    def tag(self, digest: str) -> int:
+        return self.tags.setdefault(digest, len(self.tags))
+
+    def lose(self) -> None:
+        lose_the_device(self)
+        self.loaded = Weights()
+
+    def run_until_end_of(self, request: int) -> None:
+        while not self.ends[request]:
+            assert self.plan() or self.deliver()
+
+    def steps_of(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+
+def output(prompt: np.ndarray, *spans: tuple[int, int]) -> list[int]:
+    """The tokens of a run that is recomputed with each set of weights: (weights, tokens with them)."""
+    found: list[int] = []
+    for weights, count in spans:
+        found += expected_output(np.array([*prompt, *found]), count, weights=weights)
+    return found
+
+
+def test_a_retracted_row_goes_on_as_if_the_new_weights_had_computed_all_of_it() -> None:
+    bench, prompt = Rollouts(), prompt_of(21)
+    for request in (1, 2):
+        bench.submit(request, prompt, max_tokens=12, ignore_eos=True)
+    bench.steps_of(6)
+    command = bench.update("new")
+    bench.finish()
+    ((at, _),) = versions(bench.marks[1])
+    assert 0 < at < 12
+    assert bench.streams[1] == output(prompt, (0, at), (1, 12 - at))
+    assert bench.feature.ends[command] == ""
+    bench.submit(3, prompt, max_tokens=4, ignore_eos=True)
+    bench.finish()
+    assert bench.streams[3] == output(prompt, (1, 4))
+    assert versions(bench.marks[3]) == [(0, "1")]
+    assert bench.cached[3] == 20  # of the new weights' own pages
+
+
+def keep_then_go_back(bench: Rollouts) -> None:
+    """Let a row keep its pages over a change, and then ask for its text with the new weights and with the old ones."""
+    prompt = prompt_of(21)
+    bench.update("old")
+    bench.plan()
+    bench.plan()
+    assert bench.feature.present.digest == "old"
+    bench.submit(0, prompt_of(5, 7), max_tokens=100, ignore_eos=True)  # so that there is always a row with pages
+    bench.submit(1, prompt, max_tokens=16, ignore_eos=True)
+    for _ in range(12):
+        assert bench.plan() or bench.deliver()
+    bench.update("new", "keep")
+    bench.run_until_end_of(1)
+    ((_, first), (at, second)) = versions(bench.marks[1])
+    assert (first, second) == ("1", "2")
+    tokens = np.array([*prompt, *bench.streams[1]])
+    tags = np.array([VOCAB] * (len(prompt) + at - 1) + [2 * VOCAB] * (16 - at))
+    for place in range(at, 15):
+        end = len(prompt) + place
+        assert tokens[end] == next_token((tokens + np.resize(tags, len(tokens)))[:end]), f"token {place}"
+    for number, digest in ((2, "new"), (3, "old")):
+        if bench.feature.present.digest != digest:
+            command = bench.update(digest, "keep")
+            while command not in bench.feature.ends:
+                assert bench.plan() or bench.deliver()
+        bench.submit(10 + number, tokens, max_tokens=3, ignore_eos=True)
+        bench.run_until_end_of(10 + number)
+        assert bench.streams[10 + number] == output(tokens, (bench.tag(digest), 3)), f"stale pages with {digest}"
+
+
+def test_a_row_that_keeps_its_pages_shares_none_that_two_sets_of_weights_have_computed() -> None:
+    keep_then_go_back(Rollouts())
+
+
+def no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightsPlanner, "_name_weights", lambda self, sequence: None)
+
+
+def no_seal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageManager, "seal", lambda self, row: None)
+
+
+def late_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rollouts, "switches", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+@pytest.mark.parametrize("mutant", [no_version, no_seal, late_rank])
+def test_the_scene_notices_a_mutant(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        keep_then_go_back(Rollouts())
+
+
+def test_running_rows_may_finish_first_and_others_wait() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=8, ignore_eos=True)
+    bench.steps_of(3)
+    bench.update("new", "finish")
+    bench.plan()
+    bench.submit(2, prompt, max_tokens=8, ignore_eos=True)
+    bench.finish()
+    assert bench.streams[1] == output(prompt, (0, 8))
+    assert bench.streams[2] == output(prompt, (1, 8))
+    assert bench.marks.get(1, b"") == b""
+
+
+@pytest.mark.parametrize("mode", ["finish", "keep", "retract"])
+def test_a_pause_holds_rows_until_it_is_over(mode: Mode) -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=8, ignore_eos=True)
+    bench.steps_of(3)
+    command = bench.command(Pause(mode))
+    bench.submit(2, prompt, max_tokens=8, ignore_eos=True)
+    while bench.plan() or bench.deliver():
+        pass
+    assert bench.feature.ends[command] == ""
+    assert len(bench.streams[1]) == (8 if mode == "finish" else 3)
+    assert bench.streams[2] == []
+    assert bench.planner.table.running.sum() == (1 if mode == "keep" else 0)
+    bench.command(Resume())
+    bench.finish()
+    assert bench.streams[1] == bench.streams[2] == output(prompt, (0, 8))
+
+
+def test_one_rank_that_cannot_read_leaves_all_as_they_were() -> None:
+    bench, prompt = Rollouts(num_ranks=2), prompt_of(9)
+    bench.refuses = {1: "no such file"}
+    bench.submit(1, prompt, max_tokens=8, ignore_eos=True)
+    bench.steps_of(2)
+    command = bench.update("new")
+    bench.finish()
+    assert bench.feature.ends[command] == "no such file"
+    assert isinstance(bench.asked[-1], Drop)
+    assert bench.streams[1] == output(prompt, (0, 8))
+    assert bench.feature.present == Weights()
+
+
+def test_new_ranks_read_the_present_weights_before_their_first_step() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=12, ignore_eos=True)
+    bench.update("new")
+    bench.steps_of(5)
+    bench.lose()
+    bench.finish()
+    assert [type(one) for one in bench.asked] == [Load, Switch] * 2
+    assert bench.device.weights == 1
+    ((at, _),) = versions(bench.marks[1])
+    assert bench.streams[1] == output(prompt, (0, at), (1, 12 - at))
+
+
+def test_an_update_survives_the_loss_of_ranks_that_read_it() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=12, ignore_eos=True)
+    bench.steps_of(2)
+    command = bench.update("new")
+    bench.planner.next_step()
+    bench.planner.outgoing()
+    bench.lose()
+    bench.finish()
+    assert bench.feature.ends[command] == ""
+    ((at, _),) = versions(bench.marks[1])
+    assert bench.streams[1] == output(prompt, (0, at), (1, 12 - at))
+
+
+def test_a_second_update_is_refused_while_one_is_under_way() -> None:
+    bench = Rollouts()
+    bench.update("new")
+    assert "under way" in bench.feature.ends[bench.update("other")]
+
+
+def test_requests_end_with_what_they_have() -> None:
+    bench = Rollouts(max_running=1)
+    for request in (1, 2):
+        bench.submit(request, prompt_of(9), max_tokens=8, ignore_eos=True)
+    bench.steps_of(3)
+    bench.command(Pause("abort"))
+    while bench.plan() or bench.deliver():
+        pass
+    bench.read()
+    assert bench.ends == {1: [Finish.ABORT], 2: [Finish.ABORT]}
+    assert bench.streams[1] == output(prompt_of(9), (0, 3))
+
+
+def test_requests_end_that_would_have_tokens_of_too_many_versions() -> None:
+    bench = Rollouts()
+    bench.submit(1, prompt_of(9), max_tokens=30, ignore_eos=True)
+    bench.steps_of(3)
+    for digest in ("second", "third"):
+        command = bench.command(Update(Weights(0, "", f"/{digest}", digest), None, 2))
+        while command not in bench.feature.ends:
+            assert bench.plan() or bench.deliver()
+        bench.submit(2 if digest == "second" else 3, prompt_of(5), max_tokens=20, ignore_eos=True)
+        for _ in range(8):
+            assert bench.plan() or bench.deliver()
+    bench.finish()
+    assert bench.ends == {1: [Finish.ABORT], 2: [Finish.LENGTH], 3: [Finish.LENGTH]}
+    assert len(versions(bench.marks[1])) == 1
+    assert versions(bench.marks[2])[0][0] == 0
+    assert len(versions(bench.marks[2])) == 2
