@@ -53,6 +53,7 @@ class TrainedModel:
         self._config = given
         self._loaded: tuple[tuple[int, int], ...] = ()
         self._engine: LLM | None = None
+        self._folder: TemporaryDirectory[str] | None = None
 
     def exact(self, sequences: Sequence[Sequence[int]], params: SamplingParams) -> list[Tensor]:
         """Return log_probs_E of each sequence as the engine computes them, float32 on the CPU."""
@@ -71,17 +72,23 @@ class TrainedModel:
         """End the engine; it starts again if it is needed."""
         if self._engine is not None:
             self._engine.close()
-        self._engine = None
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._engine = self._folder = None
 
     def _current(self) -> LLM:
         """Return the engine with the module's weights."""
         weights = tuple((one.data_ptr(), one._version) for one in self.module.parameters())
         if self._engine is None or weights != self._loaded:
-            self.close()
-            with TemporaryDirectory(prefix="callboard-training-") as folder:
-                self.module.save_pretrained(folder)
-                self._engine = LLM(folder, config=self._config, progress=False)
-            self._loaded = weights
+            folder, before = TemporaryDirectory(prefix="callboard-training-"), self._folder
+            self.module.save_pretrained(folder.name)
+            if self._engine is None:
+                self._engine = LLM(folder.name, config=self._config, progress=False)
+            else:
+                self._engine.weights.update(folder.name)
+            self._loaded, self._folder = weights, folder  # an executor that dies reads them again
+            if before is not None:
+                before.cleanup()
         return self._engine
 
 
