@@ -101,8 +101,7 @@ class PageManager:
 
     def publish(self, row: int, num_tokens: int) -> None:
         """Share the whole pages of a row's first ``num_tokens`` tokens, which completed steps have computed."""
-        handle = self._handles[row]
-        table = self._table
+        handle, table = self._handles[row], self._table
         num_pages = min(num_tokens, int(table.num_known[row]) - self._num_behind) // self._page_size
         if num_pages <= handle.num_pages or handle.is_sealed:
             return

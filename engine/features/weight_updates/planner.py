@@ -159,7 +159,7 @@ class WeightsPlanner(PlannerFeature):
 
     @property
     def _mode(self) -> Mode | None:
-        """What happens to running rows now; None if they go on."""
+        """The mode of a pause or of a change that is due; None if rows go on."""
         pause = None if self.pause is None else self.pause.mode
         if self._phase == "drain" and self._update is not None:
             return self._update[1].mode or pause or "retract"

@@ -57,7 +57,7 @@ class DiskBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PauseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to running requests."""
+    """The way to pause.  mode: what happens to running requests."""
 
     mode: Short = "abort"
 
