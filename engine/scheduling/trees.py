@@ -3,10 +3,18 @@
 Owns: how the kinds become one.  Does not know: which kinds there are, pages.
 """
 
+from functools import cache
+
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.radix import RadixTree
 from engine.kv.stateless import StatelessTree
 from engine.scheduling.rows import PlannerLimits
+
+
+@cache
+def joined(kinds: tuple[type[RadixTree], ...]) -> type[RadixTree]:
+    """Return a class of several kinds, which has them as ``joins``; the kind itself if there is one."""
+    return kinds[0] if len(kinds) == 1 else type("Tree", kinds, {"joins": kinds})
 
 
 class Trees:
@@ -23,14 +31,13 @@ class Trees:
         limits, kinds = self._limits, self._kinds
         if limits.state_bytes and not any(getattr(kind, "keeps_states", False) for kind in kinds):
             kinds = (*kinds, StatelessTree)
-        tree: RadixTree = type("Tree", kinds or (RadixTree,), {})(
+        return joined(kinds or (RadixTree,))(
             limits.page_size,
             self._strategy,
             lookahead=limits.lookahead,
             record_events=limits.record_events,
             **self._arguments,
         )
-        return tree
 
     def also(self, kind: type[RadixTree], **arguments: object) -> RadixTree:
         """Return an empty tree that is of one more kind.  arguments: what it is built with, beside what all are."""

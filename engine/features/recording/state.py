@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from engine.kv.radix import RadixTree
+from engine.scheduling.trees import joined
 from engine.types.errors import CallboardError
 
 PLAIN = (type(None), bool, int, float, str, bytes)
@@ -28,6 +30,7 @@ NUMBERS = "biuf"  # kinds of arrays
 MODULES = ("engine.scheduling", "engine.kv", "engine.features", "engine.messages", "engine.types",
            "engine.plugins.guards", "engine.actors.rank_results", "engine.text.pictures")  # fmt: skip
 BUILTINS = ("time.perf_counter",)  # a guard's clock
+JOINT = "+"  # between the names of a tree's kinds
 
 Entry = tuple[Any, ...]
 
@@ -94,6 +97,8 @@ def _entry(one: object, value: Callable[[object], object]) -> Entry:
 
 
 def _name(one: Any) -> str:
+    if joins := vars(one).get("joins") if isinstance(one, type) else ():
+        return JOINT.join(map(_name, joins))
     if "<" in one.__qualname__:
         raise StateError(f"{one.__module__}.{one.__qualname__} is known by no name, so it has no form in a recording")
     return (
@@ -242,6 +247,11 @@ class _Reader:
         return made
 
     def _named(self, name: str) -> Any:
+        if JOINT in name:
+            kinds = tuple(map(self._named, name.split(JOINT)))
+            if not all(isinstance(one, type) and issubclass(one, RadixTree) for one in kinds):
+                raise StateError(f"{name} joins what is no kind of tree")
+            return joined(kinds)
         if name in BUILTINS:
             module, _, qualified = name.rpartition(".")
         else:

@@ -50,7 +50,7 @@ class Resume(msgspec.Struct, frozen=True, tag=True):
 Command = Update | Pause | Resume
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadWeights(msgspec.Struct, frozen=True, tag=True):
     """Read weights next to the present ones."""
 
     weights: Weights
@@ -66,7 +66,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     """Forget the weights that were read, since another rank could not read them."""
 
 
-Request = Load | Switch | Drop
+Request = LoadWeights | Switch | Drop
 
 
 _commands = msgspec.msgpack.Decoder(Command)

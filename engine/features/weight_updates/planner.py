@@ -19,7 +19,7 @@ from engine.features.weight_updates.messages import (
     COMMAND,
     NAME,
     Drop,
-    Load,
+    LoadWeights,
     Mode,
     Pause,
     Request,
@@ -132,7 +132,7 @@ class WeightsPlanner(PlannerFeature):
         """Return whether the weights change now or an operator has stopped the rows; go on with the change."""
         if not self._phase and (self._update is not None or not self._has_present):
             self._loading = self.present if self._update is None else self._update[1].weights
-            self._ask(Load(self._loading), "load")
+            self._ask(LoadWeights(self._loading), "load")
         if self._phase == "switch" or not self._has_present:
             return True
         if (mode := self._mode) is None:

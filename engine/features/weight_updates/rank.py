@@ -23,7 +23,7 @@ from engine.features.weight_updates.files import check_same_model
 from engine.features.weight_updates.messages import (
     NAME,
     Drop,
-    Load,
+    LoadWeights,
     Request,
     Switch,
     Weights,
@@ -89,7 +89,7 @@ class WeightsRank(RankFeature):
 
     def _follow(self, request: Request) -> None:
         match request:
-            case Load(weights):
+            case LoadWeights(weights):
                 self._next = 0, None
                 self._next = weights.number, self._load(weights)
             case Switch(number):

@@ -9,7 +9,7 @@ import pytest
 from engine.features.weight_updates.messages import (
     Command,
     Drop,
-    Load,
+    LoadWeights,
     Mode,
     Pause,
     Resume,
@@ -67,7 +67,7 @@ class Rollouts(Bench):
             request = request_of(message)
             self.asked.append(request)
             match request:
-                case Load(weights):
+                case LoadWeights(weights):
                     self.loaded = weights
                 case Switch(number):
                     assert not self.planner.num_in_flight, "weights change under a step"
@@ -76,7 +76,7 @@ class Rollouts(Bench):
                         self.device.weights = self.tag(self.loaded.digest)
             if not isinstance(request, Drop):
                 for rank in range(self.num_ranks):
-                    error = self.refuses.get(rank, "") if isinstance(request, Load) else ""
+                    error = self.refuses.get(rank, "") if isinstance(request, LoadWeights) else ""
                     self.planner.received(answer_to(message, rank, error))
         return bool(requests)
 
@@ -232,7 +232,7 @@ def test_new_ranks_read_the_present_weights_before_their_first_step() -> None:
     bench.steps_of(5)
     bench.lose()
     bench.finish()
-    assert [type(one) for one in bench.asked] == [Load, Switch] * 2
+    assert [type(one) for one in bench.asked] == [LoadWeights, Switch] * 2
     assert bench.device.weights == 1
     ((at, _),) = versions(bench.marks[1])
     assert bench.streams[1] == output(prompt, (0, at), (1, 12 - at))
