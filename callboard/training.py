@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.llm import LLM
+from engine.llm import LLM, Completion
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import Newcomer
 from engine.types.errors import WeightsError
@@ -40,8 +40,7 @@ PAGES = 1024  # of 16 tokens, where ``config`` names no number
 class TrainedModel:
     """A model of transformers, and an engine that computes its log probabilities.
 
-    The engine loads the weights again after they have changed.  An optimizer's steps are noticed, as is every change
-    in place of a parameter; a change of a parameter's ``.data`` is not, and needs ``refresh``.
+    The engine loads the weights again after they have changed, which a sum over their bits shows.
     """
 
     def __init__(self, module: PreTrainedModel, config: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -51,45 +50,61 @@ class TrainedModel:
         given["kv"] = {"num_pages": PAGES, **given.get("kv", {})}
         self.module = module
         self._config = given
-        self._loaded: tuple[tuple[int, int], ...] = ()
+        self._loaded: list[int] = []
         self._engine: LLM | None = None
-        self._folder: TemporaryDirectory[str] | None = None
+        self._folders: list[TemporaryDirectory[str]] = []  # what it started with, and the present weights
 
     def exact(self, sequences: Sequence[Sequence[int]], params: SamplingParams) -> list[Tensor]:
         """Return log_probs_E of each sequence as the engine computes them, float32 on the CPU."""
-        asked = params.replace(max_tokens=1, logprobs=None, prompt_logprobs=0)
-        outputs = self._current().generate([list(one) for one in sequences], asked, progress=False)
-        return [
-            torch.tensor([entry.sampled.logprob for entry in one.prompt_logprobs[1:]], dtype=torch.float32)
-            for one in outputs
-        ]
-
-    def refresh(self) -> None:
-        """Have the engine load the weights again before it computes."""
-        self._loaded = ()
+        scored = [list(one) for one in sequences if len(one) > 1]
+        prompts = [one[:-1] for one in scored]
+        asked = [_scoring(params, one[-1]) for one in scored]
+        outputs = iter(self._current().generate(prompts, asked, progress=False)) if prompts else iter(())
+        return [_values(next(outputs)) if len(one) > 1 else torch.zeros(0) for one in sequences]
 
     def close(self) -> None:
         """End the engine; it starts again if it is needed."""
         if self._engine is not None:
             self._engine.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._engine = self._folder = None
+        self._engine = None
+        while self._folders:
+            self._folders.pop().cleanup()
 
     def _current(self) -> LLM:
         """Return the engine with the module's weights."""
-        weights = tuple((one.data_ptr(), one._version) for one in self.module.parameters())
+        weights = [_sum_of_bits(one.detach()) for one in self.module.parameters()]
         if self._engine is None or weights != self._loaded:
-            folder, before = TemporaryDirectory(prefix="callboard-training-"), self._folder
+            folder = TemporaryDirectory(prefix="callboard-training-")
             self.module.save_pretrained(folder.name)
             if self._engine is None:
                 self._engine = LLM(folder.name, config=self._config, progress=False)
             else:
                 self._engine.weights.update(folder.name)
-            self._loaded, self._folder = weights, folder  # an executor that dies reads them again
-            if before is not None:
-                before.cleanup()
+            self._loaded = weights
+            self._folders.append(folder)  # an executor that dies reads both again
+            while len(self._folders) > 2:
+                self._folders.pop(1).cleanup()
         return self._engine
+
+
+def _scoring(params: SamplingParams, last: int) -> SamplingParams:
+    """Return parameters of a request for the log probabilities of its prompt, and of the token ``last`` behind it."""
+    kept = params if params.processed_logprobs else SamplingParams()
+    return kept.replace(
+        max_tokens=max(1, kept.min_tokens), logprobs=0, logprob_token_ids=(last,), prompt_logprobs=0, ignore_eos=True
+    )
+
+
+def _values(output: Completion) -> Tensor:
+    """Return log_probs_E of a sequence without its last token, and of that one."""
+    behind = output.logprobs[0].top[0].logprob
+    return torch.tensor([*(entry.sampled.logprob for entry in output.prompt_logprobs[1:]), behind])
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Return the sum of a tensor's numbers as integers: a change of any of them changes it."""
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
+    return int(tensor.contiguous().view(kind).sum(dtype=torch.int64))
 
 
 class _Exact(torch.autograd.Function):
@@ -118,20 +133,27 @@ def log_probs(
     The values have the bits that the engine reports for these tokens when it draws them with invariant numerics; the
     gradients with respect to the module's parameters are autograd's.
     params: how the tokens were drawn, if ``processed_logprobs`` is set: temperature and cuts count.
-    Raises RequestError for a sequence that the engine refuses, WeightsError if the engine has other weights."""
+    Raises RequestError for a sequence that the engine refuses, WeightsError if it computes another model than the
+    module, such as one with a layer that was added in Python."""
     params = params or SamplingParams()
     found = []
     for sequence, exact_E in zip(sequences, model.exact(sequences, params), strict=True):
         reference_E = reference_log_probs(model.module, sequence, params)
         exact_E = exact_E.to(reference_E.device)
-        apart_E = (exact_E - reference_E.detach()).abs()
-        if (apart := float(torch.where(exact_E.isfinite(), apart_E, 0.0).max())) > MOST_APART:
-            raise WeightsError(
-                f"the log probabilities of the engine and of transformers are {apart:.3g} apart: parameters were "
-                "changed where it could not be noticed; call TrainedModel.refresh() after such a change"
-            )
+        _check_model(exact_E, reference_E.detach(), params)
         found.append(_with_value(reference_E, exact_E))
     return found
+
+
+def _check_model(exact_E: Tensor, reference_E: Tensor, params: SamplingParams) -> None:
+    """Raise WeightsError if values are further apart than rounding makes them."""
+    sharpness = 1.0 if params.greedy or not params.processed_logprobs else max(1.0, 1 / params.temperature)
+    apart_E = torch.where(exact_E.isfinite(), (exact_E - reference_E).abs() / sharpness, 0.0)
+    if len(apart_E) and (apart := float(apart_E.max())) > MOST_APART:
+        raise WeightsError(
+            f"the log probabilities of the engine and of the module are {apart:.3g} apart, more than rounding makes: "
+            "the module computes something that its checkpoint does not say"
+        )
 
 
 def reference_log_probs(module: PreTrainedModel, sequence: Sequence[int], params: SamplingParams) -> Tensor:
@@ -141,7 +163,7 @@ def reference_log_probs(module: PreTrainedModel, sequence: Sequence[int], params
     if logits_EV.dtype != torch.float64:
         logits_EV = logits_EV.to(torch.float32)
     next_E1 = token_ids[0, 1:, None]
-    if params.processed_logprobs and params.temperature > 0:
+    if params.processed_logprobs and not params.greedy:
         cut_EV = _cut(logits_EV.detach(), params).scatter(1, next_E1, False)  # what was drawn was not cut
         logits_EV = (logits_EV / params.temperature).masked_fill(cut_EV, -torch.inf)
     found_E: Tensor = logits_EV.log_softmax(dim=-1).gather(1, next_E1)[:, 0]

@@ -1,6 +1,7 @@
 """The numbers that the sampler reports and that the trainer computes are the same: their difference is 0, not small."""
 
 import itertools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from callboard import LLM, SamplingParams, WeightsError
+from callboard import LLM, RequestError, SamplingParams, WeightsError
 from callboard.training import TrainedModel, log_probs, reference_log_probs
 from tests.models.checkpoints import build, save
+from tests.workers.executors import send
 
 FLOAT = {"dtype": "float32"}
 CUT = SamplingParams(
@@ -101,16 +103,60 @@ def test_other_kernels_in_the_sampler_are_noticed(llama: Path, trained: TrainedM
     assert 0.0 < apart(trained, drawn, RAW) < 1.0
 
 
-def test_weights_that_changed_unnoticed_are_refused_until_they_are_read_again(trained: TrainedModel) -> None:
-    sequences = [PROMPTS[1]]
-    (before,) = log_probs(trained, sequences)
-    for one in trained.module.parameters():
-        one.data.mul_(1.5)
-    with pytest.raises(WeightsError, match="refresh"):
-        log_probs(trained, sequences)
-    trained.refresh()
-    (after,) = log_probs(trained, sequences)
+@pytest.mark.parametrize("way", ["fused", "data"])
+def test_every_change_of_the_weights_is_noticed(way: str, trained: TrainedModel) -> None:
+    (before,) = log_probs(trained, [PROMPTS[1]])
+    if way == "fused":  # such a step counts up no version of a parameter
+        before.sum().backward()
+        torch.optim.AdamW(trained.module.parameters(), lr=1e-4, fused=True).step()
+    else:
+        trained.module.get_parameter("model.norm.weight").data[0] += 1e-3
+    (after,) = log_probs(trained, [PROMPTS[1]])
     assert not torch.equal(before, after)
+    (expected,) = reference(trained, PROMPTS[1])
+    assert torch.allclose(after, expected, atol=1e-4)
+
+
+def reference(model: TrainedModel, *sequences: list[int]) -> list[torch.Tensor]:
+    return [reference_log_probs(model.module, one, SamplingParams()) for one in sequences]
+
+
+def test_a_module_that_computes_another_model_is_refused(trained: TrainedModel) -> None:
+    trained.module.get_submodule("lm_head").register_forward_hook(lambda _, inputs, output: output * 3.0)
+    with pytest.raises(WeightsError, match="more than rounding makes"):
+        log_probs(trained, [PROMPTS[1]])
+
+
+def test_sequences_of_every_length_and_parameters_of_every_kind(trained: TrainedModel) -> None:
+    longest = trained.module.config.max_position_embeddings
+    whole = [index % 90 + 2 for index in range(longest)]
+    found = log_probs(trained, [whole, [5], [5, 6]])
+    assert [len(one) for one in found] == [longest - 1, 0, 1]
+    for asked in (
+        CUT.replace(top_p=0.0),
+        CUT.replace(temperature=1e-6),
+        CUT.replace(temperature=0.05, top_p=1.0, top_k=0),
+        RAW.replace(min_tokens=5, stop=("x",)),
+        RAW.replace(logprob_token_ids=(3, 4), repetition_penalty=1.2),
+    ):
+        assert len(log_probs(trained, [PROMPTS[0]], asked)[0]) == len(PROMPTS[0]) - 1
+    with pytest.raises(RequestError, match="repetition_penalty"):
+        log_probs(trained, [PROMPTS[0]], CUT.replace(repetition_penalty=1.2))
+
+
+@pytest.mark.slow
+def test_an_executor_that_is_killed_reads_the_present_weights_again() -> None:
+    model = TrainedModel(build("llama"), tables(placement={"executor": "process"}))
+    try:
+        log_probs(model, [PROMPTS[1]])
+        with torch.no_grad():
+            model.module.get_parameter("model.norm.weight").mul_(1.1)
+        (before,) = log_probs(model, [PROMPTS[1]])
+        send(signal.SIGKILL)
+        (after,) = log_probs(model, [PROMPTS[1]])
+        assert torch.equal(before, after)
+    finally:
+        model.close()
 
 
 def test_the_gradient_is_that_of_the_values_that_the_engine_computes(trained: TrainedModel) -> None:

@@ -116,7 +116,7 @@ class Sampler:
         else:
             raw_RV = masks.apply(chosen_NV)
             token_ids_N = self._pick_all(batch, chosen_NV, positions)
-        scaled = [(part.at, self._scores(part, chosen_NV)) for part in batch.scaled]
+        scaled = [(part.at, self._scores(part, chosen_NV, token_ids_N)) for part in batch.scaled]
         if chosen_NV is not logits_NV:
             token_ids_N = torch.where(chosen_NV.amax(dim=-1) == -torch.inf, RULED_OUT, token_ids_N)
         elif masks is not None:
@@ -156,14 +156,17 @@ class Sampler:
                 token_ids_N.index_copy_(0, at, self._pick(part, logits_NV.index_select(0, at), positions_N))
         return token_ids_N
 
-    def _scores(self, part: SampledRows, logits_NV: Tensor) -> Tensor:
-        """Return scores_nV, float32, whose softmax a part's tokens are drawn by; -inf in what is cut."""
+    def _scores(self, part: SampledRows, logits_NV: Tensor, token_ids_N: Tensor | None = None) -> Tensor:
+        """Return scores_nV, float32, whose softmax a part's tokens are drawn by; -inf in what is cut.
+
+        token_ids_N: tokens that were drawn, and so were not cut: a kernel's cut may differ by a rounding."""
         logits_nV = logits_NV[part.at]
         if part.adjustments is not None:
             logits_nV = self._adjusted(part.adjustments, logits_nV)
         if part.draws is None:
             return logits_nV.to(torch.float32, copy=True)
-        return candidate_scores(part.draws, logits_nV, logits_nV.amax(dim=-1))[:, : logits_nV.shape[1]]
+        drawn_n1 = None if token_ids_N is None else token_ids_N[part.at, None].clamp(min=0)
+        return candidate_scores(part.draws, logits_nV, logits_nV.amax(dim=-1), drawn_n1)[:, : logits_nV.shape[1]]
 
     def _batch_for(self, rows_N: Int64, positions_N: Int64) -> SampleBatch:
         """Return the batch, built anew only if it has changed since the last step: a steady decode step builds none."""
@@ -227,11 +230,14 @@ def _replaced(logits_NV: Tensor, scaled: Sequence[tuple[slice | Tensor, Tensor]]
     return replaced_NV
 
 
-def candidate_scores(draws: Draws, logits_nV: Tensor, top_n: Tensor) -> Tensor:
-    """Return scores_nW, the logarithms of candidate weights up to a number per row; -inf in what is cut."""
+def candidate_scores(draws: Draws, logits_nV: Tensor, top_n: Tensor, drawn_n1: Tensor | None) -> Tensor:
+    """Return scores_nW, the logarithms of candidate weights up to a number per row; -inf in what is cut.
+
+    drawn_n1: a token of each row that is not cut."""
     scores_nW = padded_scores(logits_nV, top_n, draws.inverse_temperature_n)
     if draws.cuts is not None:
-        scores_nW.masked_fill_(scores_nW < lowest_kept(scores_nW, weights(scores_nW), draws.cuts), -torch.inf)
+        cut_nW = scores_nW < lowest_kept(scores_nW, weights(scores_nW), draws.cuts)
+        scores_nW.masked_fill_(cut_nW if drawn_n1 is None else cut_nW.scatter_(1, drawn_n1, False), -torch.inf)
     return scores_nW
 
 
