@@ -1,4 +1,4 @@
-"""Where answers come from: a server that is disturbed, or an engine in this process.
+"""Samplers of an example: a server that is disturbed, and an engine in this process.
 
 An answer is its token ids and the log probability with which each of them was drawn.
 """
