@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from engine.llm import LLM, Completion
@@ -132,17 +133,16 @@ def log_probs(
     The value of a token that the cuts leave out, such as one of a prompt may be, is -inf.
     The values have the bits that the engine reports for these tokens when it draws them with invariant numerics; the
     gradients with respect to the module's parameters are autograd's.
+    The module has all sequences in one pass: give it as many as there is memory for.
     params: how the tokens were drawn, if ``processed_logprobs`` is set: temperature and cuts count.
     Raises RequestError for a sequence that the engine refuses, WeightsError if it computes another model than the
     module, such as one with a layer that was added in Python."""
     params = params or SamplingParams()
-    found = []
-    for sequence, exact_E in zip(sequences, model.exact(sequences, params), strict=True):
-        reference_E = reference_log_probs(model.module, sequence, params)
-        exact_E = exact_E.to(reference_E.device)
-        _check_model(exact_E, reference_E.detach(), params)
-        found.append(_with_value(reference_E, exact_E))
-    return found
+    exact_E, lengths = torch.cat(model.exact(sequences, params)), [max(0, len(one) - 1) for one in sequences]
+    reference_E = reference_log_probs(model.module, sequences, params)
+    exact_E = exact_E.to(reference_E.device)
+    _check_model(exact_E, reference_E.detach(), params)
+    return list(torch.split(_with_value(reference_E, exact_E), lengths))
 
 
 def _check_model(exact_E: Tensor, reference_E: Tensor, params: SamplingParams) -> None:
@@ -156,14 +156,18 @@ def _check_model(exact_E: Tensor, reference_E: Tensor, params: SamplingParams) -
         )
 
 
-def reference_log_probs(module: PreTrainedModel, sequence: Sequence[int], params: SamplingParams) -> Tensor:
-    """Return log_probs_E as the module computes them, in its own dtype or float32, whichever has more digits."""
-    token_ids = torch.tensor([list(sequence)], device=module.device)
-    logits_EV = module(input_ids=token_ids, use_cache=False).logits[0, :-1]
+def reference_log_probs(module: PreTrainedModel, sequences: Sequence[Sequence[int]], params: SamplingParams) -> Tensor:
+    """Return log_probs_E of all sequences, one after the other, as the module computes them in one pass.
+
+    They are in the module's dtype or float32, whichever has more digits."""
+    # No token sees what is behind it, so the ends of shorter sequences need no mask.
+    token_ids_BL = pad_sequence([torch.tensor(list(one)) for one in sequences], batch_first=True).to(module.device)
+    logits_BLV = module(input_ids=token_ids_BL, use_cache=False).logits
+    inside_BL = torch.arange(1, token_ids_BL.shape[1]) < torch.tensor([[len(one)] for one in sequences])
+    logits_EV, next_E1 = logits_BLV[:, :-1][inside_BL], token_ids_BL[:, 1:][inside_BL][:, None]
     if logits_EV.dtype != torch.float64:
         logits_EV = logits_EV.to(torch.float32)
-    next_E1 = token_ids[0, 1:, None]
-    if params.processed_logprobs and not params.greedy:
+    if params.processed_logprobs and not params.greedy and len(logits_EV):
         cut_EV = _cut(logits_EV.detach(), params).scatter(1, next_E1, False)  # what was drawn was not cut
         logits_EV = (logits_EV / params.temperature).masked_fill(cut_EV, -torch.inf)
     found_E: Tensor = logits_EV.log_softmax(dim=-1).gather(1, next_E1)[:, 0]

@@ -113,12 +113,8 @@ def test_every_change_of_the_weights_is_noticed(way: str, trained: TrainedModel)
         trained.module.get_parameter("model.norm.weight").data[0] += 1e-3
     (after,) = log_probs(trained, [PROMPTS[1]])
     assert not torch.equal(before, after)
-    (expected,) = reference(trained, PROMPTS[1])
+    expected = reference_log_probs(trained.module, [PROMPTS[1]], SamplingParams())
     assert torch.allclose(after, expected, atol=1e-4)
-
-
-def reference(model: TrainedModel, *sequences: list[int]) -> list[torch.Tensor]:
-    return [reference_log_probs(model.module, one, SamplingParams()) for one in sequences]
 
 
 def test_a_module_that_computes_another_model_is_refused(trained: TrainedModel) -> None:
@@ -199,7 +195,7 @@ class _Scored(torch.nn.Module):
         self.module = module
 
     def forward(self, sequence: list[int], params: SamplingParams) -> torch.Tensor:
-        return reference_log_probs(self.module, sequence, params)
+        return reference_log_probs(self.module, [sequence], params)
 
 
 def test_a_token_that_the_cuts_leave_out_has_no_probability(trained: TrainedModel) -> None:
