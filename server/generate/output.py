@@ -69,7 +69,7 @@ def matched_stop(delta: Delta) -> str | int | UnsetType:
 
 
 def weight_versions(delta: Delta) -> WeightVersions:
-    """Return the versions of the weights that drew the tokens, each with its first token; none for the first weights."""
+    """Return the versions of weights that drew the tokens, each with its first token; none for the first weights."""
     return versions(delta.result) if delta.result else UNSET
 
 
