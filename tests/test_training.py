@@ -1,7 +1,10 @@
 """The numbers that the sampler reports and that the trainer computes are the same: their difference is 0, not small."""
 
 import itertools
+import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from callboard.training import TrainedModel, log_probs, reference_log_probs
 from tests.models.checkpoints import build, save
 from tests.workers.executors import send
 
+ROOT = Path(__file__).parents[1]
 FLOAT = {"dtype": "float32"}
 CUT = SamplingParams(
     temperature=0.7, top_p=0.9, top_k=30, logprobs=0, processed_logprobs=True, max_tokens=24, ignore_eos=True, seed=3
@@ -153,6 +157,17 @@ def test_an_executor_that_is_killed_reads_the_present_weights_again() -> None:
         assert torch.equal(before, after)
     finally:
         model.close()
+
+
+@pytest.mark.slow
+def test_the_example_has_the_same_curve_with_a_server_that_is_disturbed_and_without_one(tmp_path: Path) -> None:
+    curves = []
+    for name, more in (("server", []), ("offline", ["--offline"])):
+        command = [sys.executable, "examples/grpo/train.py", "--updates", "3", "--json", str(tmp_path / name), *more]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=600)
+        curves.append(json.loads((tmp_path / name).read_text()))
+    assert [one["apart"] for one in curves[0]] == [0.0] * 3
+    assert curves[0] == curves[1]
 
 
 def test_the_gradient_is_that_of_the_values_that_the_engine_computes(trained: TrainedModel) -> None:
