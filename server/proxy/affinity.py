@@ -76,7 +76,8 @@ class PrefixAffinity:
         """A hash of its session, if it names one, and one per block of the prompt in a request's JSON.
 
         A block's hash is of everything up to its end.
-        tenant: what requests must have in common to share a cache, e.g. the API key.  offered_session: if no field names one.
+        tenant: what requests must have in common to share a cache, e.g. the API key.
+        offered_session: its session if no field names one.
         [] for what has no prompt."""
         try:
             asked = self._decoder.decode(body)
