@@ -9,6 +9,7 @@ import pytest
 
 from engine.features.sessions.planner import session_part
 from engine.types.prompt import RequestPart
+from server.extensions.sessions import route
 from server.extensions.sessions.extension import EXTENSION
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
@@ -55,7 +56,8 @@ def test_anthropics_clients_name_it_as_user_and_ask_for_a_time_in_blocks(live: L
     assert named(live, path, **user, messages=[said]) == session_part("user_1_session_2", 300.0)
 
 
-def test_sessions_say_what_they_found() -> None:
+def test_sessions_say_what_they_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route, "MOST_AT_ONCE", 1)
     served = EngineServer(model={"name": "demo"}, plugins={"eviction": "lease"}, kv={"num_pages": 256})
     EXTENSION.with_engine(served.system)
     with served:
