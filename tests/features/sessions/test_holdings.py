@@ -4,6 +4,7 @@ from engine.features.sessions.holdings import Holding, SessionHoldings, asked_fo
 from engine.features.sessions.leases import SessionKey
 from engine.features.sessions.planner import NAME, session_part
 from tests.features.sessions.test_planner import Planned
+from tests.scheduling.bench import lose_the_device
 
 
 class Watched(Planned):
@@ -28,3 +29,18 @@ def test_sessions_that_are_asked_for_are_shown_and_no_others() -> None:
     assert watched.held() == []
     watched.bench.now = 61.0
     assert watched.held("a", "b") == []
+
+
+def test_new_executors_have_an_empty_cache_and_no_leases() -> None:
+    watched = Watched()
+    watched.ask(0, "a", client="one")
+    watched.admit(1, "b", client="one")
+    watched.bench.plan()
+    lose_the_device(watched.bench, is_fault=False)
+    assert watched.held("a", "b") == []
+    assert watched.num_leased == 0
+    watched.bench.finish()
+    assert [one.num_pages for one in watched.held("a", "b")] == [4], "what was running gets its lease in the end"
+    watched.bench.now = 5.0
+    watched.ask(2, "a", client="one")
+    assert watched.feature._leases._pauses[0] == 5.0, "the session's pause is known"
