@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from server.http.exchange import SESSION_HEADERS
-
 BLOCK_BYTES = 256  # of the first blocks, about a page or two of tokens
 GROWTH = 16  # a block has at least a sixteenth of what is before it, so that long prompts have few
 MAX_BLOCKS = 160  # of one prompt, about 30 MB
@@ -74,15 +72,16 @@ class PrefixAffinity:
         self._held: dict[str, set[bytes]] = {}
         self._decoder = msgspec.json.Decoder(_Prompt)
 
-    def blocks(self, body: bytes, tenant: str = "", headers: Mapping[str, str] | None = None) -> list[bytes]:
+    def blocks(self, body: bytes, tenant: str = "", offered_session: str = "") -> list[bytes]:
         """A hash of its session, if it names one, and one per block of the prompt in a request's JSON.
 
         A block's hash is of everything up to its end.
-        tenant: what requests must have in common to share a cache, e.g. the API key.  headers: may name the session.
+        tenant: what requests must have in common to share a cache, e.g. the API key.
+        offered_session: its session if no field names one.
         [] for what has no prompt."""
         try:
             asked = self._decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):  # bytes that are no UTF-8 are a ValueError alone
             return []
         every = (asked.prompt, asked.messages, asked.input, asked.input_ids)
         parts = [bytes(part) for part in every if part is not UNSET]
@@ -93,9 +92,9 @@ class PrefixAffinity:
         # The closing brackets are left out: the next turn of a conversation goes on in their place.
         text = b"\0".join(parts).rstrip(b'"]}')
         salt = b"" if asked.cache_salt is UNSET else bytes(asked.cache_salt)
-        chain = hashlib.blake2b(tenant.encode() + b"\0" + salt, digest_size=16)
+        chain = hashlib.blake2b(tenant.encode("utf-8", "surrogateescape") + b"\0" + salt, digest_size=16)
         hashes, start = [], 0
-        if session := _session(asked, headers or {}):
+        if session := _session(asked, offered_session):
             of_session = chain.copy()
             of_session.update(b"\0session\0" + session)
             hashes.append(of_session.digest())
@@ -151,16 +150,16 @@ def tenant_of(headers: Mapping[str, str], *, needs_key: bool) -> str:
     return headers.get("Authorization", headers.get("X-Api-Key", "")) if needs_key else ""
 
 
-def _session(asked: _Prompt, headers: Mapping[str, str]) -> bytes:
-    """Returns the name of a request's session, '' for none: fields go before headers."""
+def _session(asked: _Prompt, offered: str) -> bytes:
+    """Returns the name of a request's session, '' for none: fields go before what is offered."""
     for given in (asked.session_id, asked.prompt_cache_key):
         if given is not UNSET and bytes(given) not in (b"null", b'""'):
             return bytes(given)
     if asked.metadata is not UNSET:
         try:
             sender = msgspec.json.decode(asked.metadata, type=_Sender)
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):
             sender = _Sender()
         if sender.user_id is not UNSET:
             return sender.user_id.encode()
-    return next((headers[name].encode() for name in SESSION_HEADERS if headers.get(name)), b"")
+    return offered.encode()

@@ -132,7 +132,7 @@ class Proxy:
                 code="unsupported_media_type",
             )
         tenant = tenant_of(request.headers, needs_key=self._server.needs_key)
-        blocks = self._affinity.blocks(body, tenant, request.headers) if body else []
+        blocks = self._affinity.blocks(body, tenant, request[EXCHANGE].offered_session) if body else []
         delivery = _Delivery(request, body, passage, self._session)
         tried: list[Replica] = []
         refusal: web.StreamResponse | None = None

@@ -87,15 +87,15 @@ def test_reports_of_replicas_count() -> None:
 
 def test_a_session_decides_where_texts_do_not() -> None:
     affinity = PrefixAffinity()
-    ways: list[tuple[dict[str, object], dict[str, str]]] = [
-        ({"session_id": "s"}, {}),
-        ({"prompt_cache_key": "s"}, {}),
-        ({}, {"session_id": "s"}),
-        ({"metadata": {"user_id": "s"}}, {}),
+    ways: list[tuple[dict[str, object], str]] = [
+        ({"session_id": "s"}, ""),
+        ({"prompt_cache_key": "s"}, ""),
+        ({}, "s"),
+        ({"metadata": {"user_id": "s"}}, ""),
     ]
     plain = affinity.blocks(prompt(LONG))
-    for fields, headers in ways:
-        assert affinity.blocks(prompt(LONG, **fields), "", headers)[1:] == plain
+    for fields, offered in ways:
+        assert affinity.blocks(prompt(LONG, **fields), "", offered)[1:] == plain
     assert affinity.blocks(prompt(LONG, metadata={"trace": 7}, session_id=None)) == plain
     first = affinity.blocks(prompt(LONG, session_id="s"))
     for name in ("a", "b"):
@@ -104,6 +104,14 @@ def test_a_session_decides_where_texts_do_not() -> None:
     assert affinity.find(first, ["a", "b"]) == ["b"]
     assert affinity.find(affinity.blocks(prompt("other " + LONG, session_id="s")), ["a", "b"]) == ["b"]
     assert affinity.find(affinity.blocks(prompt(LONG)), ["a", "b"]) == ["a", "b"]
+
+
+def test_bytes_that_are_no_text_name_no_session_and_are_the_replicas_to_refuse() -> None:
+    affinity = PrefixAffinity()
+    plain = affinity.blocks(prompt(LONG))
+    body = prompt(LONG, metadata={"user_id": "?"}).replace(b"?", b"\xff")
+    assert affinity.blocks(body) == plain
+    assert len(affinity.blocks(prompt(LONG), tenant="Bearer \udcff")) == len(plain)
 
 
 def test_what_is_remembered_is_bounded_and_the_ends_go_first() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from engine.features.sessions.planner import session_part
 from engine.types.prompt import RequestPart
+from server.extensions.sessions import route
 from server.extensions.sessions.extension import EXTENSION
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
@@ -55,7 +56,8 @@ def test_anthropics_clients_name_it_as_user_and_ask_for_a_time_in_blocks(live: L
     assert named(live, path, **user, messages=[said]) == session_part("user_1_session_2", 300.0)
 
 
-def test_sessions_say_what_they_found() -> None:
+def test_sessions_say_what_they_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route, "MOST_AT_ONCE", 1)
     served = EngineServer(model={"name": "demo"}, plugins={"eviction": "lease"}, kv={"num_pages": 256})
     EXTENSION.with_engine(served.system)
     with served:
@@ -133,13 +135,15 @@ def test_without_keys_a_client_sees_those_of_its_address() -> None:
 
 def test_the_first_token_that_breaks_a_sessions_prefix_is_explained() -> None:
     user, tool = {"role": "user", "content": "def add(a, b):"}, {"type": "function", "function": {"name": "look"}}
-    with EngineServer(model={"name": "demo"}, kv={"num_pages": 256}) as served:
+    headers = {"Authorization": "Bearer one-of-sixteen-characters"}
+    server = {"api_key": "one-of-sixteen-characters"}
+    with EngineServer(model={"name": "demo"}, kv={"num_pages": 256}, server=server) as served:
 
         def turn(name: str, messages: list[Any], **fields: Any) -> tuple[str, Any]:
             body = {"model": "demo", "messages": messages, "max_tokens": 12, "session_id": "s", **fields}
-            reply = ask(served.port, "POST", "/v1/chat/completions", body, {"X-Request-Id": name})
+            reply = ask(served.port, "POST", "/v1/chat/completions", body, {"X-Request-Id": name, **headers})
             assert reply.status == 200, reply.body
-            difference = ask(served.port, "GET", f"/explain/{name}").json["difference"]
+            difference = ask(served.port, "GET", f"/explain/{name}", None, headers).json["difference"]
             return reply.json["choices"][0]["message"]["content"], difference
 
         system = {"role": "system", "content": "Be brief."}
@@ -153,3 +157,21 @@ def test_the_first_token_that_breaks_a_sessions_prefix_is_explained() -> None:
         assert (difference["causes"], difference["shared"][-2:]) == (["system"], "Be")
         _, difference = turn("tools", [system, user], tools=[tool])
         assert difference["causes"] == ["tools"]
+
+
+def test_texts_of_a_session_are_shown_to_its_key_alone() -> None:
+    """Without keys all clients of a proxy have one address, so a session's name leads to what another one said."""
+    operator = {"Authorization": "Bearer operator-of-sixteen-characters"}
+    with EngineServer(model={"name": "demo"}, server={"operator_key": "operator-of-sixteen-characters"}) as served:
+
+        def turn(name: str, text: str, headers: dict[str, str]) -> Any:
+            body = {"model": "demo", "prompt": text, "max_tokens": 1, "session_id": "s"}
+            reply = ask(served.port, "POST", "/v1/completions", body, {"X-Request-Id": name, **headers})
+            assert reply.status == 200, reply.body
+            return ask(served.port, "GET", f"/explain/{name}", None, headers).json["difference"]
+
+        assert turn("first", "The code is 4711, and no other", {}) is None
+        difference = turn("second", "The code is?", {})
+        assert (difference["id"], difference["position"] > 0) == ("first", True)
+        assert (difference["shared"], difference["was"], difference["now"]) == ("", "", "")
+        assert ask(served.port, "GET", "/explain/second", None, operator).json["difference"]["was"] == ""

@@ -1,6 +1,7 @@
 """The last turns of sessions, and the first token in which the next prompt of a session differs from them.
 
-Owns: the tokens of these turns, at most ``MOST_TOKENS``.  Does not know: text, pages, what makes a session.
+Owns: the tokens of these turns, within ``MOST_TOKENS`` and ``MOST_SESSIONS``.
+Does not know: text, pages, what makes a session.
 A session may have several conversations at once, as subagents are, so a prompt is compared with the turn that it shares
 most tokens with.
 """
@@ -14,6 +15,8 @@ import numpy as np
 from engine.scheduling.rows import TokenIds
 
 MOST_TOKENS: Final = 1 << 22  # of all sessions; those of the session that was unused for longest go first
+TURN_TOKENS: Final = 256  # that a turn counts for besides its own, 1 KB: what objects take that keep it
+MOST_SESSIONS: Final = 8192
 MOST_TURNS: Final = 4  # of a session
 NUM_SHOWN: Final = 24  # tokens on either side
 
@@ -41,12 +44,18 @@ class SessionTurn(NamedTuple):
     num_prompt: int
     tokens: TokenIds
 
+    @property
+    def size(self) -> int:
+        """Number of tokens that take as much memory."""
+        return len(self.tokens) + TURN_TOKENS
+
 
 class SessionTurns:
     """The last turns of all sessions, each by the client and the name of the session."""
 
-    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+    def __init__(self, most_tokens: int = MOST_TOKENS, most_sessions: int = MOST_SESSIONS) -> None:
         self._most_tokens = most_tokens
+        self._most_sessions = most_sessions
         self._of_session: OrderedDict[tuple[str, str], list[SessionTurn]] = OrderedDict()
         self._num_tokens = 0
 
@@ -72,11 +81,11 @@ class SessionTurns:
         self._of_session.move_to_end(session)
         others = [one for one in turns if num_shared(one.tokens, turn.tokens) < len(one.tokens)]
         kept = [*others, turn][-MOST_TURNS:]
-        self._num_tokens += sum(len(one.tokens) for one in kept) - sum(len(one.tokens) for one in turns)
+        self._num_tokens += sum(one.size for one in kept) - sum(one.size for one in turns)
         self._of_session[session] = kept
-        while self._num_tokens > self._most_tokens:
+        while self._num_tokens > self._most_tokens or len(self._of_session) > self._most_sessions:
             _, gone = self._of_session.popitem(last=False)
-            self._num_tokens -= sum(len(one.tokens) for one in gone)
+            self._num_tokens -= sum(one.size for one in gone)
 
 
 def num_shared(one: TokenIds, other: TokenIds) -> int:

@@ -5,6 +5,7 @@ The server adds this watcher where sessions have leases.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import msgspec
 
@@ -26,7 +27,9 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class SessionHoldings(PlannerWatcher):
-    """The sessions of an engine.  Its view is a list of ``Holding``, of those that hold pages."""
+    """The sessions of an engine.
+
+    The argument of its view is a list of ``SessionKey``, the view a list of ``Holding``, of those that hold pages."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
@@ -40,14 +43,20 @@ class SessionHoldings(PlannerWatcher):
                 self._sessions.popitem(last=False)
 
     def view(self, argument: bytes, requests: Requests, now: float) -> bytes:
-        """Return the holdings of now.  argument: empty."""
+        """Return the holdings of now.  The scheduler waits meanwhile, so only sessions that are asked for are read."""
         found = []
-        for key, session in self._sessions.items():
-            leases = [one for one in session.leases if one.num_pages and one.until > now]
+        for key in msgspec.msgpack.decode(argument, type=list[SessionKey]):
+            session = self._sessions.get(key)
+            leases = [] if session is None else [one for one in session.leases if one.num_pages and one.until > now]
             if leases:
                 last = max(one.until for one in leases)
                 found.append(Holding(key.client, key.name, sum(one.num_pages for one in leases), last - now))
         return msgspec.msgpack.encode(found)
+
+
+def asked_for(keys: Iterable[SessionKey]) -> dict[str, bytes]:
+    """Return the argument for a snapshot's ``views`` that requests the holdings of these sessions."""
+    return {NAME: msgspec.msgpack.encode(list(keys))}
 
 
 def holdings_in(views: dict[str, bytes]) -> list[Holding]:

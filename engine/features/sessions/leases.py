@@ -142,6 +142,12 @@ class Leases:
                 del self._held[lease.client]
             lease.num_pages, lease.prefix = 0, None
 
+    def clear(self) -> None:
+        """End all leases, since nothing is cached any more.  The pauses stay."""
+        self.expire(math.inf)
+        for session in self._sessions.values():
+            session.leases, session.until = [], 0.0
+
     def expected(self, client: str) -> float:
         """Return how long a pause may take: as the client's did where enough are known, else as those of all."""
         own = self._of_client.get(client, ())

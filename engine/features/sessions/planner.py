@@ -94,8 +94,9 @@ class SessionsPlanner(PlannerFeature):
             self._leases.end(note.key, self._clock())
 
     def reset(self) -> list[Sequence]:
-        """Forget the rows: the cache is empty."""
+        """Forget the rows, and end all leases: the cache is empty."""
         self._of_row.clear()
+        self._leases.clear()
         return []
 
     def gauges(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ class DifferenceBody(msgspec.Struct, frozen=True, kw_only=True):
 
     id: of the turn; None if it is forgotten.  position: the token's, from 0.
     tokens: of the turn, from there on.  causes: as far as they are known.  text: a sentence on them.
-    shared, was, now: texts before the token, of the turn from it on, and of the prompt; empty for other clients."""
+    shared, was, now: texts before the token, of the turn from it on, and of the prompt; empty without a key."""
 
     id: str | None
     position: int

@@ -132,7 +132,8 @@ class ExplainRoute:
         found = next((choice.difference for choice in told if choice.difference is not None), None)
         if found is not None:
             turn = next((a for a in mine for number, _ in a.choices if number == found.request_id), None)
-            shows = request[EXCHANGE].client == one.exchange.client
+            # An address may be that of many clients, as behind a proxy, so only a key shows what its requests said.
+            shows = one.exchange.key is not None and one.exchange.key == request[EXCHANGE].key
             difference = difference_body(found, one, turn, self._codec, shows=shows)
             body = msgspec.structs.replace(body, difference=difference)
         response = json_reply(body)

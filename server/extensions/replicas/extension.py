@@ -9,6 +9,7 @@ from engine.config import Config, SeveralModels
 from engine.types.errors import ConfigError
 from engine.types.prompt import RequestPart
 from server.extensions.replicas.held import HELD, blocks_part
+from server.http.exchange import EXCHANGE
 from server.proxy.affinity import PrefixAffinity, tenant_of
 from server.run.extension import Extension, ServerParts, Serving
 
@@ -29,7 +30,8 @@ class ReplicasExtension(Extension):
         affinity, needs_key = PrefixAffinity(), parts.server.needs_key
 
         def parts_of(body: bytes, request: web.Request) -> dict[str, RequestPart]:
-            return blocks_part(affinity.blocks(body, tenant_of(request.headers, needs_key=needs_key), request.headers))
+            tenant = tenant_of(request.headers, needs_key=needs_key)
+            return blocks_part(affinity.blocks(body, tenant, request[EXCHANGE].offered_session))
 
         for route in parts.served.values():
             route.more_parts = parts_of

@@ -6,17 +6,21 @@ The sum is over the requests that are remembered (``MOST_ENDED`` of all clients)
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
-from engine.features.sessions.holdings import Holding, holdings_in
-from engine.features.sessions.planner import NAME, session_part
+from engine.features.sessions.holdings import asked_for, holdings_in
+from engine.features.sessions.leases import SessionKey
+from engine.features.sessions.planner import session_part
 from server.backend import EngineMonitor
 from server.clients import ClientRequest, Clients
 from server.http.exchange import EXCHANGE
 from server.http.operation import operation
 from server.http.replies import json_reply
+
+MOST_AT_ONCE: Final = 256  # sessions; the scheduler reads them between two steps
 
 
 class SessionBody(msgspec.Struct, kw_only=True):
@@ -58,16 +62,16 @@ class SessionsRoute:
         if asking.key is None:  # clients without keys differ by their addresses
             known = [one for one in known if one.exchange.client == asking.client]
         sessions = summed(known, self._clock())
-        held = {(one.client, one.digest): one for one in await self._held()} if sessions else {}
-        for one in sessions:
-            if (holding := held.get((one.client, session_part(one.name).digest))) is not None:
+        asked = {SessionKey(one.client, session_part(one.name).digest): one for one in sessions}
+        keys = list(asked)
+        for at in range(0, len(keys), MOST_AT_ONCE):
+            seen = await self._monitor.look(views=asked_for(keys[at : at + MOST_AT_ONCE]))
+            for holding in holdings_in(seen.views):
+                one = asked[SessionKey(holding.client, holding.digest)]
                 one.leased_pages, one.lease_s = holding.num_pages, round(holding.seconds, 3)
         response = json_reply(SessionsBody(sessions))
         response.headers["Cache-Control"] = "no-store"
         return response
-
-    async def _held(self) -> list[Holding]:
-        return holdings_in((await self._monitor.look(views={NAME: b""})).views)
 
 
 def summed(requests: Iterable[ClientRequest], now: float) -> list[SessionBody]:

@@ -369,6 +369,16 @@ async def test_what_is_nested_too_deep_is_the_replicas_to_refuse() -> None:
         assert sum(fake.bodies == [body] for fake in one.fleet.replicas) == 1
 
 
+async def test_a_header_that_is_no_text_names_no_session() -> None:
+    async with routed() as one:
+        reader, writer = await asyncio.open_connection(one.client._base_url.host, one.client._base_url.port)
+        body = b'{"prompt": "x"}'
+        with closing(writer):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            writer.write(head + b"x-session-id: \xff\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            assert b" 200 " in await reader.readline()
+
+
 async def test_clients_do_not_speak_as_routers_do() -> None:
     """A replica would go on from output that a client names, and no token of the stream would be counted."""
 

@@ -1,10 +1,12 @@
 """The first token in which a prompt differs from a turn of its session."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from engine.features.explain.explanation import explain
-from engine.features.explain.session_turns import SessionTurn, SessionTurns, TurnDifference
+from engine.features.explain.session_turns import TURN_TOKENS, SessionTurn, SessionTurns, TurnDifference
 from engine.messages import Admit
 from engine.types.params import SamplingParams
 from engine.types.prompt import Origin, RequestPart
@@ -56,11 +58,25 @@ def test_a_prompt_is_compared_with_the_turn_that_it_shares_most_with() -> None:
 
 
 def test_turns_are_kept_within_a_bound() -> None:
-    turns = SessionTurns(most_tokens=10)
-    for name in ("a", "b", "a", "c"):
-        turns.keep((name, ""), turn(1, [1, 2, 3, 4]))
-    assert list(turns._of_session) == [("a", ""), ("c", "")]
-    assert turns._num_tokens == 8
+    size = TURN_TOKENS + 4
+    for turns in (SessionTurns(most_tokens=3 * size - 1), SessionTurns(most_sessions=2)):
+        for name in ("a", "b", "a", "c"):
+            turns.keep((name, ""), turn(1, [1, 2, 3, 4]))
+        assert list(turns._of_session) == [("a", ""), ("c", "")]
+        assert turns._num_tokens == 2 * size
+
+
+def test_turns_of_a_token_take_as_much_as_they_count_for() -> None:
+    turns, size = SessionTurns(most_tokens=100 * (TURN_TOKENS + 1)), 1000
+    tracemalloc.start()
+    try:
+        for number in range(size):
+            turns.keep(("client", f"{number:032x}"), turn(number, [1], num_prompt=1))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(turns._of_session) == 100
+    assert taken < 4 * turns._num_tokens
 
 
 def test_a_planner_compares_the_prompts_of_a_session_with_its_answers() -> None:

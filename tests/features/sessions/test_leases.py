@@ -117,6 +117,19 @@ def test_what_a_request_has_found_counts_again_with_its_next_lease() -> None:
     assert ledger.num_held == 350, "the shared pages are leased up to 90"
 
 
+def test_after_the_cache_is_lost_leases_begin_anew_and_pauses_are_known() -> None:
+    ledger = Leases(1000, OPTIONS)
+    kept = prefix(10)
+    turn(ledger, A, 0.0, ttl_s=90.0, kept=kept)
+    ledger.found(A, kept)  # what it has found stays leased for 90 seconds
+    ledger.clear()
+    turn(ledger, A, 5.0, ttl_s=10.0)
+    assert ledger.num_held == 10
+    ledger.expire(15.0)
+    assert ledger.num_held == 0
+    assert list(ledger._pauses) == [5.0]
+
+
 def test_nothing_is_leased_to_a_request_that_keeps_nothing() -> None:
     ledger = Leases(1000, OPTIONS)
     assert turn(ledger, A, 0.0, num_pages=0) == 0.0
