@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--offline", action="store_true", help="sample in this process, undisturbed")
     parser.add_argument("--json", type=Path, help="write reward and difference of each update there")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # small operations: threads of one would wait for each other beside the server
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with (
