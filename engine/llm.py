@@ -68,7 +68,7 @@ class Completion:
     stop_reason: str | int | None
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     weight_versions: tuple[tuple[int, str], ...] = ()
 
 
