@@ -21,10 +21,13 @@ from server.model_card import ModelCard
 
 
 class EngineStream(Protocol):
-    """The output of one choice.  request_id: the engine's own number for it.  estimated_tokens: of its prompt."""
+    """The output of one choice.  request_id: the engine's own number for it.  estimated_tokens: of its prompt.
+
+    has_output: whether any has come, for which the engine has begun the request."""
 
     request_id: int
     estimated_tokens: int
+    has_output: bool
 
     async def next(self) -> Delta:
         """Returns all output since the last call; the last has a finish and the usage.

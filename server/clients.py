@@ -20,7 +20,7 @@ from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
-from engine.types.prompt import ChatTurn, Origin, Prompt
+from engine.types.prompt import ChatTurn, Origin, Picture, Prompt
 from server.backend import EngineIngress, EngineStream
 from server.http.bodies import Bodies, Share
 from server.http.exchange import EXCHANGE, Exchange
@@ -184,6 +184,7 @@ class ClientRequest:
         self._num_used = 0
         self._pictures: Share | None = None
         self._files: dict[str, int] = {}  # bytes of each picture by its digest
+        self._copies: list[tuple[EngineStream, int]] = []  # bytes of pictures that choices have, each for itself
         self._salt = salt
         self._origin = Origin(exchange.client, exchange.id)
 
@@ -211,11 +212,7 @@ class ClientRequest:
         if self.exchange.key is None and options.origin.tenant:
             origin = msgspec.structs.replace(origin, tenant=options.origin.tenant)
         options = msgspec.structs.replace(options, cache_salt=salt, origin=origin)
-        if files := _picture_files(prompt):
-            if self._pictures is None:
-                self._pictures = self._clients.pictures.share(self._client, self._clients.server)
-            self._files |= files
-            self._pictures.hold(sum(self._files.values()))
+        num_copied = self._hold(_pictures(prompt))
         opened_at = time.monotonic()
         stream = self._clients.ingress.open(prompt, params, options)
         self._note_choice(stream.request_id, opened_at)
@@ -224,9 +221,25 @@ class ClientRequest:
         self.num_open += 1
         self.streams.append(stream)
         self.prompts.append(prompt)
+        if num_copied:
+            self._copies.append((stream, num_copied))
         if self.opened is not None:
             self.opened(stream)
         return stream
+
+    def _hold(self, pictures: Sequence[Picture]) -> int:
+        """Count the pictures of one more choice, and return their bytes.
+
+        The request has each once; a choice has a copy of its own until the engine has begun it."""
+        if not pictures:
+            return 0
+        if self._pictures is None:
+            self._pictures = self._clients.pictures.share(self._client, self._clients.server)
+        self._files |= {one.digest: len(one.data) for one in pictures}
+        self._copies = [(stream, size) for stream, size in self._copies if not stream.has_output]
+        num_copied = sum(len(one.data) for one in pictures)
+        self._pictures.hold(max(sum(self._files.values()), num_copied + sum(size for _, size in self._copies)))
+        return num_copied
 
     def _take(self, num_prompt: int, prompt: Prompt, params: SamplingParams) -> None:
         """Have the client pay for a choice before it runs: its prompt unless another choice has it, and some output."""
@@ -273,6 +286,7 @@ class ClientRequest:
         # What is remembered of it is small.
         self.streams.clear()
         self.prompts.clear()
+        self._copies.clear()
         self.opened = None
 
     def abort(self, name: str | None = None) -> bool:
@@ -295,7 +309,7 @@ CLIENT: web.RequestKey[ClientRequest] = web.RequestKey("client", ClientRequest)
 class Clients:
     """Limits and salts of every client that has something open.  ``middleware`` goes after the check of keys.
 
-    num_open: choices by client.  pictures: of open requests, whose choices share them.  limits: of now."""
+    num_open: choices by client.  pictures: of open requests.  limits: of now."""
 
     def __init__(
         self, ingress: EngineIngress, server: ServerSection, limits: LimitsSection, salts: CacheSalts | None = None
@@ -370,8 +384,8 @@ class Clients:
         self._salts.renew(key)
 
 
-def _picture_files(prompt: Prompt) -> dict[str, int]:
-    """Return the digest of each of a conversation's pictures -> bytes of its file; nothing for other prompts."""
+def _pictures(prompt: Prompt) -> list[Picture]:
+    """Return the pictures of a conversation; none of other prompts."""
     if not (isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn)):
-        return {}
-    return {picture.digest: len(picture.data) for turn in prompt for picture in turn.pictures}
+        return []
+    return [picture for turn in prompt for picture in turn.pictures]

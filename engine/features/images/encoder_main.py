@@ -50,9 +50,11 @@ class ToEncode(msgspec.Struct, frozen=True, array_like=True):
 class Encoded(msgspec.Struct, frozen=True, array_like=True):
     """The answer to a picture; the first answer of all says that the weights are loaded, and has no rows.
 
-    shape: of the rows whose bytes follow.  reason: why there are none; '' if there are.  status: of the error."""
+    shape, num_bytes: of the rows, whose bytes follow.  reason: why there are none; '' if there are.
+    status: of the error."""
 
     shape: tuple[int, ...] = ()
+    num_bytes: int = 0
     reason: str = ""
     status: int = 0
 
@@ -84,25 +86,29 @@ def serve(ticket: EncoderTicket, stream: IO[bytes], answers: IO[bytes]) -> None:
     from engine.plugins.encoder.choice import chosen_encoder
 
     torch.set_num_threads(ticket.num_threads)
+    no_rows = torch.empty(0)
     try:
         encoder = chosen_encoder(ticket.config, Path(ticket.directory))
         if encoder is None:
             raise WeightsError(f"{ticket.directory}: this model takes no pictures here")
         tower = encoder.tower(ticket.device, ticket.dtype)
-    except WeightsError as error:
-        send(answers, msgspec.msgpack.encode(Encoded(reason=str(error))))
+    except Exception as error:
+        reason = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
+        send(answers, msgspec.msgpack.encode(Encoded(reason=reason)))
         return
     send(answers, msgspec.msgpack.encode(Encoded()))
     while True:
         picture = msgspec.msgpack.decode(receive(stream), type=ToEncode)
         try:
             rows_LND = tower.encode(picture.data, picture.way).cpu().contiguous()
-            answer = Encoded(tuple(rows_LND.shape))
+            if rows_LND.dtype != getattr(torch, ticket.dtype):
+                raise TypeError(f"its rows are {rows_LND.dtype}, and those of the model {ticket.dtype}")
+            answer = Encoded(tuple(rows_LND.shape), rows_LND.nbytes)
         except RequestError as error:
-            rows_LND, answer = torch.empty(0), Encoded(reason=error.message, status=error.status)
+            rows_LND, answer = no_rows, Encoded(reason=error.message, status=error.status)
         except Exception:  # of a library, by a picture
             log.exception("a picture cannot be encoded")
-            rows_LND, answer = torch.empty(0), Encoded(reason=NOT_ENCODED, status=500)
+            rows_LND, answer = no_rows, Encoded(reason=NOT_ENCODED, status=500)
         send(answers, msgspec.msgpack.encode(answer))
         answers.write(rows_LND.view(torch.uint8).numpy().data)
         answers.flush()

@@ -8,13 +8,12 @@ for the rows, and steps go on meanwhile.
 """
 
 import logging
-import math
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Final
+from typing import IO, Final, TypeVar
 
 import msgspec
 import torch
@@ -29,8 +28,10 @@ log = logging.getLogger(__name__)
 
 MODULE: Final = "engine.features.images.encoder_main"
 MOST_TRIES: Final = 3
-"""The processes that one picture may cost before it is given up."""
+"""The processes that one picture, or the first load, may cost before it is given up."""
 LOAD_S: Final = 600.0
+EXIT_S: Final = 1.0
+T = TypeVar("T")
 
 
 class ProcessLost(Exception):
@@ -56,22 +57,31 @@ class _Process:
         Raises ProcessLost.  A process that takes too long is killed, which also ends the wait for it."""
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
-        timer = threading.Timer(within_s or threading.TIMEOUT_MAX, self._popen.kill)
-        timer.start()
+        timer = threading.Timer(within_s, self._popen.kill)
+        timer.daemon = True  # the interpreter ends without a wait for it
+        if within_s:
+            timer.start()
         try:
             send(self._popen.stdin, data)
             yield self._popen.stdout
-        except (EOFError, OSError, ValueError):  # of a pipe that ``end`` has closed, too
+        except BaseException as error:  # what is left of the answer would be read as the next one
             is_late = timer.finished.is_set()
-            self.end()
-            raise ProcessLost(
-                f"took longer than {within_s:g} s" if is_late else f"ended with code {self._popen.returncode}"
-            ) from None
+            self.end(EXIT_S if isinstance(error, EOFError) else 0.0)
+            if not isinstance(error, Exception):
+                raise
+            how = f"ended with code {self._popen.returncode}"
+            if not isinstance(error, EOFError | OSError | ValueError):  # of a pipe that ``end`` has closed, too
+                how = f"was ended, since its answer could not be read ({error!r})"
+            raise ProcessLost(f"took longer than {within_s:g} s" if is_late else how) from None
         finally:
             timer.cancel()
 
-    def end(self) -> None:
-        """Kill it, which ends a wait for it, and close the pipes.  Called on any thread."""
+    def end(self, after_s: float = 0.0) -> None:
+        """Kill it, which ends a wait for it, and close the pipes.  Called on any thread.
+
+        after_s: time for a process that is at its end, which may have an error to write."""
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(after_s)
         self._popen.kill()
         with suppress(OSError), self._popen:  # what it has not read is not sent
             pass
@@ -83,30 +93,25 @@ class TowerProcess:
     nbytes = 0
 
     def __init__(self, ticket: EncoderTicket, device: torch.device, dtype: torch.dtype, patience_s: float) -> None:
-        """Start the process, and wait until its weights are loaded.  Raises WeightsError."""
+        """Start the process, and wait until its weights are loaded.  Raises WeightsError if they cannot be.
+
+        Where processes are lost meanwhile, the next picture starts another one."""
         self._ticket = ticket
         self._device = device
         self._dtype = dtype
         self._patience_s = patience_s
         self._is_closed = False
         self._process: _Process | None = None
-        try:
-            self._process = self._started()
-        except ProcessLost as lost:
-            raise WeightsError(f"the process of the encoder {lost} while it loaded") from None
+        self._tried(lambda process: process)
 
     def encode(self, data: bytes, way: str) -> Tensor:
         """Return rows_LND of a picture.  Raises RequestError, and RuntimeError for a picture that ends processes."""
-        for _ in range(MOST_TRIES):
-            try:
-                self._process = self._process or self._started()
-                return self._ask(self._process, ToEncode(data, way))
-            except ProcessLost as lost:
-                self._process = None
-                if self._is_closed:
-                    break
-                log.warning("the process of the encoder %s; it is started again", lost)
-        raise RuntimeError(f"{MOST_TRIES} processes of the encoder ended with this picture")
+        picture = ToEncode(data, way)
+        rows_LND = self._tried(lambda process: self._ask(process, picture))
+        if rows_LND is None:
+            ended = "the encoder is closed" if self._is_closed else f"{MOST_TRIES} processes of the encoder ended"
+            raise RuntimeError(f"{ended} with this picture")
+        return rows_LND
 
     def close(self) -> None:
         """End the process, from any thread.  Pictures fail from now on."""
@@ -114,22 +119,36 @@ class TowerProcess:
         if (process := self._process) is not None:
             process.end()
 
+    def _tried(self, use: Callable[[_Process], T]) -> T | None:
+        """Return what is read from a process with its weights; None if too many are lost, or the encoder is closed."""
+        for _ in range(MOST_TRIES):
+            try:
+                process = self._process or self._started()
+                return None if self._is_closed else use(process)
+            except ProcessLost as lost:
+                self._process = None
+                if self._is_closed:
+                    break
+                log.warning("the process of the encoder %s; it is started again", lost)
+        return None
+
     def _started(self) -> _Process:
+        process = self._process = _Process()  # before it has loaded, so that ``close`` ends it
         if self._is_closed:
-            raise ProcessLost("is not needed any more")
-        process = _Process()
+            process.end()
         with process.answer(msgspec.msgpack.encode(self._ticket), LOAD_S) as stream:
             answer = msgspec.msgpack.decode(receive(stream), type=Encoded)
         if answer.reason:
-            process.end()
+            process.end(EXIT_S)
+            self._process = None
             raise WeightsError(answer.reason)
         return process
 
     def _ask(self, process: _Process, picture: ToEncode) -> Tensor:
         with process.answer(msgspec.msgpack.encode(picture), self._patience_s) as stream:
             answer = msgspec.msgpack.decode(receive(stream), type=Encoded)
-            if answer.reason:
-                raise RequestError(answer.reason, status=answer.status)
-            rows = bytearray(read_exactly(stream, math.prod(answer.shape) * self._dtype.itemsize))
+            rows = bytearray(read_exactly(stream, answer.num_bytes))
+        if answer.reason:
+            raise RequestError(answer.reason, status=answer.status)
         flat = torch.frombuffer(rows, dtype=self._dtype)
-        return flat.view(answer.shape).to(self._device)
+        return flat.view(answer.shape).to(self._device)  # raises RuntimeError for another number of bytes

@@ -6,6 +6,7 @@ Does not know: torch, pixels, token ids.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from engine.text.pictures import PictureLayout
@@ -17,7 +18,12 @@ Table = Mapping[str, Any]
 MOST_RATIO = 200  # Qwen's processor refuses longer strips
 LEAST_SHRINKING = 1.1  # OneVision shrinks no grid of fewer places
 LARGEST_SIDE = 4096  # Idefics3's processor shrinks to this side
-
+NEXT_DEFAULTS = {"image_grid_pinpoints": [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]}
+ONEVISION_DEFAULTS = {
+    "image_grid_pinpoints": list(product(range(384, 2305, 384), repeat=2)),
+    "vision_aspect_ratio": "anyres_max_9",
+    "vision_feature_select_strategy": "full",
+}
 
 LOW_SIDE = 512  # pixels to which a picture of low detail is shrunk
 
@@ -28,6 +34,10 @@ class FamilyFiles(NamedTuple):
     config: Table
     processor: Table
     images: Table
+
+    def with_defaults(self, defaults: Table) -> "FamilyFiles":
+        """Return these with values for what config.json leaves out."""
+        return self._replace(config={**defaults, **{name: one for name, one in self.config.items() if one is not None}})
 
     def with_images(self, changed: Table) -> "FamilyFiles":
         """Return these with other settings of the image processor."""
@@ -54,8 +64,18 @@ def _places(files: FamilyFiles, sides: int) -> int:
     return sides**2 + has_class - drops_first
 
 
-def llava_any_resolution(files: FamilyFiles) -> Layout:
-    """Return the layout of LLaVA-NeXT and LLaVA-OneVision: the whole picture, and tiles in the best of some grids.
+def llava_next(files: FamilyFiles) -> Layout:
+    """Return the layout of LLaVA-NeXT."""
+    return _any_resolution(files.with_defaults(NEXT_DEFAULTS))
+
+
+def llava_onevision(files: FamilyFiles) -> Layout:
+    """Return the layout of LLaVA-OneVision."""
+    return _any_resolution(files.with_defaults(ONEVISION_DEFAULTS))
+
+
+def _any_resolution(files: FamilyFiles) -> Layout:
+    """Return a layout with the whole picture, and tiles in the best of some grids.
 
     The tiles' places are those of one large picture, without the border that fills the grid, and each line of them has
     one more at its end."""

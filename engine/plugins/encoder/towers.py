@@ -39,9 +39,16 @@ class TransformersTower:
         """Load the weights.  arguments: of the image processor, by way.  Raises WeightsError."""
         self._arguments = arguments
         self._device = device
-        self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
-        with LOADING:
-            self._model = _load(directory, architecture, getattr(torch, dtype)).to(device)
+        try:
+            self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
+            with LOADING:
+                model = _load(directory, architecture, getattr(torch, dtype))
+        except WeightsError:
+            raise
+        except Exception as error:  # of transformers, which raises errors of every kind for what it lacks
+            what = f"{type(error).__name__}: {error}"
+            raise WeightsError(f"{directory}: the encoder of pictures cannot be loaded: {what}") from None
+        self._model = model.to(device)
         self._inputs = set(inspect.signature(self._model.get_image_features).parameters)
         self.nbytes = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
 
@@ -92,8 +99,6 @@ def _load(directory: Path, architecture: str, dtype: torch.dtype) -> Any:
             output_loading_info=True,
             local_files_only=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise WeightsError(f"{directory}: the encoder of pictures cannot be loaded: {error}") from None
     finally:
         transformers_logging.set_verbosity(level)
         transformers_logging.enable_progress_bar()

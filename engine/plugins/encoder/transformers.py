@@ -21,7 +21,8 @@ from engine.plugins.encoder.layouts import (
     idefics3,
     internvl,
     llava,
-    llava_any_resolution,
+    llava_next,
+    llava_onevision,
     low_gemma4,
     low_idefics3,
     low_internvl,
@@ -80,7 +81,6 @@ class _Family(NamedTuple):
 
 _QWEN = _Family(qwen_vl, "<|image_pad|>", "<|image_pad|>", low=low_qwen_vl)
 _IDEFICS = _Family(idefics3, "<image>", "<image>", low=low_idefics3)
-_LLAVA_TILES = _Family(llava_any_resolution, "<image>", "<image>")
 _PIXTRAL = _Family(
     pixtral,
     "[IMG]",
@@ -100,8 +100,8 @@ FAMILIES = {
         low=low_internvl,
     ),
     "LlavaForConditionalGeneration": _Family(llava, "<image>", "<image>"),
-    "LlavaNextForConditionalGeneration": _LLAVA_TILES,
-    "LlavaOnevisionForConditionalGeneration": _LLAVA_TILES,
+    "LlavaNextForConditionalGeneration": _Family(llava_next, "<image>", "<image>"),
+    "LlavaOnevisionForConditionalGeneration": _Family(llava_onevision, "<image>", "<image>"),
     "Mistral3ForConditionalGeneration": _PIXTRAL,
     "Qwen2VLForConditionalGeneration": _QWEN,
     "Qwen2_5_VLForConditionalGeneration": _QWEN,

@@ -1,5 +1,6 @@
 """Pictures of open choices: their bytes are bounded until the request has ended, by client and in all."""
 
+import msgspec
 import pytest
 
 from engine.settings.sections import LimitsSection, ServerSection
@@ -22,8 +23,7 @@ async def test_a_client_holds_so_many_bytes_of_pictures_until_its_requests_end()
     mine = [clients.request(Exchange("name", "me")) for _ in range(5)]
     other = clients.request(Exchange("name", "you"))
     for number, one in enumerate(mine[:4]):
-        for _ in range(3):  # choices share the pictures of their request
-            one.open(large(number), SamplingParams())
+        one.open(large(number), SamplingParams())
     for one in (mine[0], mine[4]):
         with pytest.raises(RequestError, match="pictures of 63 MiB are under way, of 64 MiB at most") as refused:
             one.open(large(4), SamplingParams())
@@ -34,4 +34,24 @@ async def test_a_client_holds_so_many_bytes_of_pictures_until_its_requests_end()
     mine[4].open(large(4), SamplingParams())
     for one in (*mine[1:], other):
         one.close()
+    assert not clients.pictures.num_bytes
+
+
+async def test_each_choice_holds_a_copy_of_its_pictures_until_the_engine_has_begun_it() -> None:
+    ingress = FakeIngress()
+    clients = Clients(ingress, ServerSection(max_body_bytes=1 << 20), LimitsSection())
+    mine, other = (clients.request(Exchange("name", "me")) for _ in range(2))
+    for _ in range(4):
+        mine.open(large(0), SamplingParams())
+    with pytest.raises(RequestError, match="pictures of 63 MiB are under way, of 64 MiB at most"):
+        mine.open(large(0), SamplingParams())
+    for stream in ingress.opened:
+        stream.has_output = True
+    for _ in range(4):
+        mine.open(large(0), SamplingParams())
+    mine.close()
+    twice = msgspec.structs.replace(large(1)[0], pictures=large(1)[0].pictures * 5)
+    with pytest.raises(RequestError, match="pictures of 0 MiB are under way"):
+        other.open((twice,), SamplingParams())
+    other.close()
     assert not clients.pictures.num_bytes

@@ -14,7 +14,7 @@ from engine.features.images.messages import RowPicture
 from engine.features.images.positions import RowPositions
 from engine.plugins.encoder.kit import check_encoder
 from engine.plugins.encoder.transformers import TransformersEncoder
-from engine.types.errors import RequestError
+from engine.types.errors import RequestError, WeightsError
 from tests.features.images import made
 
 SIZES = [(1, 1), (56, 56), (57, 55), (31, 300), (300, 31), (320, 240), (101, 99), (700, 701)]
@@ -158,3 +158,29 @@ def test_settings_differ_where_a_field_of_pictures_does(name: str, field: str, v
     settings = TransformersEncoder(directory, config).settings
     assert TransformersEncoder(directory, config | {field: value}).settings != settings
     assert TransformersEncoder(directory, config | {"_name_or_path": "another"}).settings == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llava_onevision", transformers.LlavaOnevisionConfig), ("llava_next", transformers.LlavaNextConfig)],
+)
+def test_what_a_configuration_leaves_out_is_as_in_its_class(name: str, kind: Any, folder: Path) -> None:
+    directory = made.make(name, folder / f"defaults {name}")
+    fields = ("image_grid_pinpoints", "vision_aspect_ratio", "vision_feature_select_strategy")
+    config = json.loads((directory / "config.json").read_text())
+    default = {field: value for field in fields if (value := getattr(kind(), field, None)) is not None}
+    without = {field: value for field, value in config.items() if field not in fields}
+    for given in (without, without | {"image_grid_pinpoints": None}):
+        assert all(
+            TransformersEncoder(directory, given).layout(*size, "auto")
+            == TransformersEncoder(directory, config | default).layout(*size, "auto")
+            for size in ((50, 31), (500, 400), (3000, 2500))
+        )
+
+
+def test_a_tower_that_transformers_cannot_load_is_an_error_with_its_text(folder: Path) -> None:
+    directory = made.make("llava", folder / "no processor")
+    layouts = encoder(directory)
+    (directory / "preprocessor_config.json").unlink()
+    with pytest.raises(WeightsError, match="the encoder of pictures cannot be loaded: OSError: "):
+        layouts.tower("cpu", "float32")

@@ -18,7 +18,7 @@ from engine.features.images.tower_process import TowerProcess
 from engine.host.logs import LogSettings
 from engine.plugins.encoder.choice import chosen_encoder
 from engine.text.turns import read_turn
-from engine.types.errors import RequestError, WeightsError
+from engine.types.errors import RequestError
 from tests.features.images import made
 from tests.features.images.served import checkpoint, engine, message, params
 from tests.workers.executors import alive, children, within
@@ -71,8 +71,6 @@ def test_a_process_gives_the_rows_that_a_thread_gives_and_is_replaced_when_it_is
     monkeypatch.setattr(tower_process, "MODULE", "this")  # it writes no answer
     with pytest.raises(RuntimeError, match="3 processes of the encoder ended with this picture"):
         process.encode(data, "")
-    with pytest.raises(WeightsError, match="the process of the encoder"):
-        TowerProcess(process._ticket, torch.device("cpu"), torch.float32, PATIENCE_S)
     monkeypatch.undo()
     assert torch.equal(process.encode(data, ""), expected)
 
