@@ -119,7 +119,7 @@ class StatesPlanner(PlannerFeature):
     def verified_tokens(self, row: int, most: int) -> int:
         """Let a row's tokens be verified up to the end of its page, if there are slots to set states aside."""
         num_rows = len(self._rows) - len(self._aside)
-        if row not in self._aside and num_rows > self._slots.num_free + self._tree.num_on_device:
+        if row not in self._aside and num_rows > self._tree.num_to_take:
             return 0
         return min(most, -int(self._table.num_known[row]) % self._page_size)
 

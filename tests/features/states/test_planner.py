@@ -11,6 +11,7 @@ from engine.features.speculation.payoff import Payoff
 from engine.features.states.messages import copies_of
 from engine.features.states.planner import StatesPlanner
 from engine.features.states.policy import EndsAndBranches
+from engine.features.states.slots import SnapshotSlots
 from engine.messages import Step
 from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of, segments
 from tests.scheduling.fake_device import VOCAB, expected_output, next_token
@@ -152,6 +153,24 @@ def test_rows_without_a_slot_for_their_state_are_decoded() -> None:
     bench.finish()
     assert any(SPECULATION in step.parts for step in bench.steps), "a row has two slots alone"
     assert all(bench.streams[number] == bench.expected[number] for number in (1, 2, 3))
+
+
+@pytest.mark.usefixtures("always")
+def test_steps_that_verify_look_at_no_more_snapshots_if_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_on_host, looks = SnapshotSlots.is_on_host, []
+
+    def counted(self: SnapshotSlots, slot: int) -> bool:
+        looks.append(slot)
+        return is_on_host(self, slot)
+
+    monkeypatch.setattr(SnapshotSlots, "is_on_host", counted)
+    bench, found = proposing("right", num_slots=80), []
+    for number in range(12):
+        looks.clear()
+        bench.serve(number, prompt_of(9, seed=number), 8)
+        found.append(len(looks))
+    assert bench.states._tree.num_snapshots > 20
+    assert len({*found}) == 1, found
 
 
 def test_a_prompt_waits_for_a_state_that_is_being_copied() -> None:
