@@ -9,7 +9,7 @@ from engine.features.explain.explanation import explain
 from engine.features.speculation.messages import NAME as SPECULATION
 from engine.features.speculation.payoff import Payoff
 from engine.features.states.messages import copies_of
-from engine.features.states.planner import StatesPlanner
+from engine.features.states.planner import MOST_AGAIN, StatesPlanner
 from engine.features.states.policy import EndsAndBranches
 from engine.features.states.slots import SnapshotSlots
 from engine.messages import Step
@@ -26,7 +26,7 @@ class StateBench(Bench):
 
     def __init__(self, policy: EndsAndBranches = EndsAndBranches(), num_slots: int = 8, **sizes: object) -> None:  # noqa: B008
         feature = partial(StatesPlanner, policy=policy, num_slots=num_slots)
-        super().__init__(features=[feature], page_size=PAGE, **sizes)  # type: ignore[arg-type]
+        super().__init__(features=[feature], **{"page_size": PAGE, **sizes})  # type: ignore[arg-type]
         (self.states,) = (one for one in self.planner.features.all if isinstance(one, StatesPlanner))
 
     def serve(self, request_id: int, prompt: np.ndarray, max_tokens: int = 1, **params: object) -> int:
@@ -123,9 +123,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Payoff, "knows", Everything.knows)
 
 
-def proposing(kind: str, num_slots: int = 8) -> StateBench:
+def proposing(kind: str, num_slots: int = 8, **sizes: int) -> StateBench:
     liar = Liar(kind, lambda tokens: next_token(np.array(tokens)), VOCAB, 3)
-    return StateBench(num_slots=num_slots, proposer=liar)
+    return StateBench(num_slots=num_slots, proposer=liar, **sizes)
 
 
 @pytest.mark.usefixtures("always")
@@ -141,6 +141,17 @@ def test_behind_a_wrong_token_a_row_goes_back_to_the_state_before_its_step() -> 
     # Of the next page's three tokens one is right in each step.
     assert found[3:] == [([(0, 6)], [(0, 7)]), ([(6, 0)], [(0, 7)]), ([(6, 0)], [(0, 6)])]
     assert bench.serve(2, bench.conversation(1, prompt_of(9))) == 16
+
+
+@pytest.mark.usefixtures("always")
+def test_no_token_is_computed_over_and_over_in_a_long_page() -> None:
+    bench = proposing("half", page_size=32)
+    bench.serve(1, prompt_of(3), 90)
+    verifying = [step for step in bench.steps if SPECULATION in step.parts]
+    columns = [np.frombuffer(one.prefill_lengths + one.prefill_samples, np.int32) for one in verifying]
+    again = [int(lengths - samples) for lengths, samples in columns]
+    assert len(again) > 20
+    assert max(again) == MOST_AGAIN
 
 
 @pytest.mark.usefixtures("always")
