@@ -83,13 +83,16 @@ class DraftRank(SpeculationRank):
     def _draft_for(self, step: Step, proposals: Proposals) -> Drafted:
         """Return the drafted tokens, or none if the device has no memory for that: the step verifies what it finds.
 
-        Raises MemoryError if other ranks may be in the middle of drafting."""
+        Raises MemoryError if other ranks may be in the middle of drafting.  RuntimeError then for a model with states:
+        its steps cannot be cut into parts, since copies of states belong before and behind a whole step."""
         try:
             return self._drafter.draft(step, proposals)
         except (MemoryError, RuntimeError) as error:
             if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and CPU_ALLOCATOR not in str(error):
                 raise
             if self._context.comm.size > 1:
+                if self._context.states is not None:
+                    raise RuntimeError(f"no room to draft for a step that cannot be cut: {error}") from error
                 raise MemoryError(str(error)) from None
             rows_K, _, _ = proposals.columns()
             log.warning("the device has no room to draft for %d rows (%s)", len(np.unique(rows_K)), error)

@@ -18,7 +18,7 @@ Copies cost no wait: steps run in order, so a slot that is freed while a step in
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from engine.scheduling.rows import Rows, Sequence
 from engine.scheduling.step_builder import Columns, InFlight, StepBuilder
 
 POLICY: SnapshotPolicy = EndsAndBranches()
+MOST_AGAIN: Final = 4  # right tokens of a row that a step computes again beside proposed ones
 
 
 @dataclass(slots=True, eq=False)
@@ -117,9 +118,13 @@ class StatesPlanner(PlannerFeature):
     # ---- steps ------------------------------------------------------------------------------
 
     def verified_tokens(self, row: int, most: int) -> int:
-        """Let a row's tokens be verified up to the end of its page, if there are slots to set states aside."""
+        """Let a row's tokens be verified up to the end of its page, if there are slots to set states aside.
+
+        None if many are computed again: the row's next step begins at the state behind one without proposals."""
+        if self.recomputed_tokens(row) > MOST_AGAIN:
+            return 0
         num_rows = len(self._rows) - len(self._aside)
-        if row not in self._aside and num_rows > self._slots.num_free + self._tree.num_on_device:
+        if row not in self._aside and num_rows > self._tree.num_to_take:
             return 0
         return min(most, -int(self._table.num_known[row]) % self._page_size)
 

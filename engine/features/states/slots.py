@@ -34,8 +34,8 @@ class SnapshotSlots:
         self.copies: list[Copy] = []
         self._all = range(first, first + num_slots + num_host)
         self._first_on_host = first + num_slots
-        self._free = [*range(first, self._first_on_host)][::-1]
-        self._free_on_host = [*range(self._first_on_host, self._all.stop)][::-1]
+        self._free = dict.fromkeys(range(self._first_on_host - 1, first - 1, -1))
+        self._free_on_host = dict.fromkeys(range(self._all.stop - 1, self._first_on_host - 1, -1))
 
     @property
     def num_held(self) -> int:
@@ -47,6 +47,11 @@ class SnapshotSlots:
         """Number of free slots on the device."""
         return len(self._free)
 
+    @property
+    def num_held_on_host(self) -> int:
+        """Number of slots in host memory that are not free."""
+        return self.num_host - len(self._free_on_host)
+
     def is_on_host(self, slot: int) -> bool:
         """Return whether a slot is in host memory."""
         return slot >= self._first_on_host
@@ -54,14 +59,14 @@ class SnapshotSlots:
     def take(self, *, on_host: bool = False) -> int | None:
         """Take a free slot; None if there is none."""
         free = self._free_on_host if on_host else self._free
-        return free.pop() if free else None
+        return free.popitem()[0] if free else None
 
     def free(self, slot: int) -> None:
         """Give a slot back.  Steps run in order, so a step in flight may still read or write it."""
         free = self._free_on_host if self.is_on_host(slot) else self._free
         assert slot in self._all, f"slot {slot} is no snapshot's"
         assert slot not in free, f"slot {slot} is freed twice"
-        free.append(slot)
+        free[slot] = None
 
     def check(self, held: Iterable[int]) -> None:
         """Raise AssertionError unless every slot is free or held once."""

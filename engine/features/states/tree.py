@@ -42,9 +42,11 @@ class StateTree(RadixTree):
         return len(self._snapshots)
 
     @property
-    def num_on_device(self) -> int:
-        """Number of nodes with a snapshot on the device."""
-        return len(self._nodes(on_host=False))
+    def num_to_take(self) -> int:
+        """Number of slots that ``take_slot`` would return: those that are free, and nodes' on the device.
+
+        Rows have none on the host, so slots held there are nodes' too."""
+        return self._slots.num_free + len(self._snapshots) - self._slots.num_held_on_host
 
     def match(self, key: bytes, namespace: Namespace = SHARED) -> Match:
         """Find the longest prefix that is cached with its state.  Changes nothing."""

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from callboard import LLM, Completion, SamplingParams
+from engine.features.speculation.drafting import Drafted, Drafter
+from engine.features.speculation.messages import Proposals
 from engine.features.speculation.payoff import Payoff
 from engine.features.states import planner, rank, slots
 from engine.features.states.policy import EndsAndBranches
@@ -192,6 +195,30 @@ def test_so_do_tokens_of_a_draft_model(
     with engine(checkpoint, plugins={"proposer": "draft_model", "options": options}) as llm:
         assert [tokens(one) for one in turns(llm)] == alone
         assert sum(llm._system.scheduler._planned.meter.proposed_at)
+
+
+@pytest.mark.slow
+def test_so_do_tokens_after_a_draft_on_one_of_two_ranks_found_no_memory(
+    checkpoint: Path, alone: list[list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step was not cut into parts, nor are later ones: a copy behind a part would have a wrong state."""
+    monkeypatch.setattr(Payoff, "counts", Everything.counts)
+    monkeypatch.setattr(Payoff, "knows", Everything.knows)
+    draft, drafts = Drafter.draft, []
+
+    def failing(self: Drafter, step: Step, proposals: Proposals) -> Drafted:
+        drafts.append(step)
+        if len(drafts) == 1:
+            raise torch.OutOfMemoryError("planted")
+        return draft(self, step, proposals)
+
+    monkeypatch.setattr(Drafter, "draft", failing)
+    options = {"proposer.draft_model": {"path": str(save(build("llama"), tmp_path))}}
+    plugins = {"proposer": "draft_model", "options": options}
+    with engine(checkpoint, plugins=plugins, device={"tensor_parallel": 2}) as llm:
+        assert [tokens(one) for one in turns(llm)] == alone
+        assert llm._system.executors.num_restarts == 1
+    assert len(drafts) > 2
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from engine.features.explain.explanation import explain
 from engine.features.speculation.messages import NAME as SPECULATION
 from engine.features.speculation.payoff import Payoff
 from engine.features.states.messages import copies_of
-from engine.features.states.planner import StatesPlanner
+from engine.features.states.planner import MOST_AGAIN, StatesPlanner
 from engine.features.states.policy import EndsAndBranches
+from engine.features.states.slots import SnapshotSlots
 from engine.messages import Step
 from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of, segments
 from tests.scheduling.fake_device import VOCAB, expected_output, next_token
@@ -25,7 +26,7 @@ class StateBench(Bench):
 
     def __init__(self, policy: EndsAndBranches = EndsAndBranches(), num_slots: int = 8, **sizes: object) -> None:  # noqa: B008
         feature = partial(StatesPlanner, policy=policy, num_slots=num_slots)
-        super().__init__(features=[feature], page_size=PAGE, **sizes)  # type: ignore[arg-type]
+        super().__init__(features=[feature], **{"page_size": PAGE, **sizes})  # type: ignore[arg-type]
         (self.states,) = (one for one in self.planner.features.all if isinstance(one, StatesPlanner))
 
     def serve(self, request_id: int, prompt: np.ndarray, max_tokens: int = 1, **params: object) -> int:
@@ -122,9 +123,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Payoff, "knows", Everything.knows)
 
 
-def proposing(kind: str, num_slots: int = 8) -> StateBench:
+def proposing(kind: str, num_slots: int = 8, **sizes: int) -> StateBench:
     liar = Liar(kind, lambda tokens: next_token(np.array(tokens)), VOCAB, 3)
-    return StateBench(num_slots=num_slots, proposer=liar)
+    return StateBench(num_slots=num_slots, proposer=liar, **sizes)
 
 
 @pytest.mark.usefixtures("always")
@@ -143,6 +144,17 @@ def test_behind_a_wrong_token_a_row_goes_back_to_the_state_before_its_step() -> 
 
 
 @pytest.mark.usefixtures("always")
+def test_no_token_is_computed_over_and_over_in_a_long_page() -> None:
+    bench = proposing("half", page_size=32)
+    bench.serve(1, prompt_of(3), 90)
+    verifying = [step for step in bench.steps if SPECULATION in step.parts]
+    columns = [np.frombuffer(one.prefill_lengths + one.prefill_samples, np.int32) for one in verifying]
+    again = [int(lengths - samples) for lengths, samples in columns]
+    assert len(again) > 20
+    assert max(again) == MOST_AGAIN
+
+
+@pytest.mark.usefixtures("always")
 def test_rows_without_a_slot_for_their_state_are_decoded() -> None:
     bench = proposing("right", num_slots=2)
     for number in (1, 2, 3):
@@ -152,6 +164,24 @@ def test_rows_without_a_slot_for_their_state_are_decoded() -> None:
     bench.finish()
     assert any(SPECULATION in step.parts for step in bench.steps), "a row has two slots alone"
     assert all(bench.streams[number] == bench.expected[number] for number in (1, 2, 3))
+
+
+@pytest.mark.usefixtures("always")
+def test_steps_that_verify_look_at_no_more_snapshots_if_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_on_host, looks = SnapshotSlots.is_on_host, []
+
+    def counted(self: SnapshotSlots, slot: int) -> bool:
+        looks.append(slot)
+        return is_on_host(self, slot)
+
+    monkeypatch.setattr(SnapshotSlots, "is_on_host", counted)
+    bench, found = proposing("right", num_slots=80), []
+    for number in range(12):
+        looks.clear()
+        bench.serve(number, prompt_of(9, seed=number), 8)
+        found.append(len(looks))
+    assert bench.states._tree.num_snapshots > 20
+    assert len({*found}) == 1, found
 
 
 def test_a_prompt_waits_for_a_state_that_is_being_copied() -> None:
