@@ -343,6 +343,8 @@ class LLM:
                 except TimeoutError:
                     if future.done():
                         raise
+                    if not self._finalizer.alive and not self._thread.is_alive():
+                        raise RuntimeError("this LLM was closed meanwhile") from None
         except KeyboardInterrupt:
             future.cancel()
             raise

@@ -86,6 +86,11 @@ class Mailbox(Generic[M]):
             self._due = True
             self.deliveries.add(self)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether messages are delivered."""
+        return self._deliver is not None
+
     def close(self) -> None:
         """Stop delivering; late messages are kept and never read."""
         self._deliver = None

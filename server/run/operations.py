@@ -68,6 +68,10 @@ class LocalOperations:
             tell(Operated(number=ask.number, outcome=await self.operate(ask)))
         except RequestError as error:
             tell(Operated(number=ask.number, error=error.message, status=error.status, code=error.code))
+        except Exception:
+            log.exception("the operation %s failed", ask.what)
+            reason = "internal error; the server log has the details"
+            tell(Operated(number=ask.number, error=reason, status=500, code="internal_error"))
 
     def reload(self) -> None:
         """Read the file that the server was started with again, and go over to what it says now."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.actors.operations import Operate
+from engine.actors.operations import Operate, Operated
 from engine.config import Config, ConfigSource, build_config
 from engine.control.system import System
 from engine.features.recording.engine import RecordingFeature
@@ -83,6 +83,21 @@ async def test_an_operation_of_no_feature_is_refused() -> None:
     with pytest.raises(RequestError, match="no such operation") as refused:
         await operations.operate(Operate(what="feature", feature="recording"))
     assert refused.value.status == 404
+
+
+async def test_an_operation_that_fails_in_any_way_is_answered() -> None:
+    def write(why: str, name: str) -> Future[str]:
+        raise OverflowError
+
+    recorder = cast("Recorder", SimpleNamespace(write=write, folder=Path()))
+    features = {"recording": RecordingFeature(recorder)}
+    system = cast("System", SimpleNamespace(config=Config(), max_len=64, features=features))
+    answers: list[Operated] = []
+    operations = LocalOperations(system, cast("ConfigSource", None), CARD)
+    operations.answer(Operate(what="feature", feature="recording", text="a", number=7), answers.append)
+    while not answers:
+        await asyncio.sleep(0)
+    assert [(one.number, one.status, one.code) for one in answers] == [(7, 500, "internal_error")]
 
 
 def test_without_a_folder_there_is_none_and_it_says_so(checkpoint: Path) -> None:

@@ -196,8 +196,10 @@ class WeightsFeature(EngineFeature):
         planner = self._planner
         assert self._scheduler is not None
         self._scheduler.inbox.put(command_message(number, command))
-        while number not in (planner := self._planner).ends:  # noqa: ASYNC110  the planner awaits nothing
-            await asyncio.sleep(LOOK_EVERY_S)
+        while number not in (planner := self._planner).ends:
+            if not self._scheduler.inbox.is_open:
+                raise RequestError("the engine has ended", status=503, code="engine_failed")
+            await asyncio.sleep(LOOK_EVERY_S)  # the planner awaits nothing
         if error := planner.ends[number]:
             raise RequestError(f"{error}; nothing has changed", code="weights_refused")
 

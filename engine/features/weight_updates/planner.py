@@ -100,7 +100,10 @@ class WeightsPlanner(PlannerFeature):
             case Update():
                 self._end(number, "another update is under way")
             case Pause() as pause:
+                self._end(self._pausing, "another pause took its place")
                 self.pause, self._pausing = pause, number
+                if not self._parts.completions.in_flight and not self._table.running.any():
+                    self._reach(pause.mode)  # executors that sleep run nothing, and no step is planned for them
             case Resume():
                 self._end(self._pausing, "the engine was resumed before the pause was reached")
                 self.pause = None
@@ -144,9 +147,7 @@ class WeightsPlanner(PlannerFeature):
             self._leave_rows(mode)
             self._ask(Switch(self._loading.number), "switch")
         elif self._pausing >= 0:
-            if mode in ("retract", "abort"):
-                self._leave_rows(mode)
-            self._end(self._pausing)
+            self._reach(mode)
         return True
 
     def blocks(self) -> bool:
@@ -200,6 +201,12 @@ class WeightsPlanner(PlannerFeature):
                 self._parts.prefills.wait(sequence)
         self._parts.prefills.unblock()
         self._end(command)
+
+    def _reach(self, mode: Mode) -> None:
+        """End the command of a pause, since no step is in flight."""
+        if mode in ("retract", "abort"):
+            self._leave_rows(mode)
+        self._end(self._pausing)
 
     def _leave_rows(self, mode: Mode) -> None:
         """Send running rows back to the queue, or end all requests.
@@ -286,6 +293,8 @@ class WeightsPlanner(PlannerFeature):
         self._phase, self._num_unanswered, self._requested = "", 0, []
         self._has_present = not self.present.number
         self._unmarked.clear()
+        if self.pause is not None and self.pause.mode in ("keep", "retract"):
+            self._end(self._pausing)  # all rows are in the queue
         for sequence in self._parts.requests.open.values():
             self._name_weights(sequence)
         return []

@@ -45,7 +45,7 @@ class UpdateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     version: Short = ""
     digest: Short = ""
     mode: Short | None = None
-    max_versions: Annotated[int, Meta(ge=0)] = 0
+    max_versions: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
 
 
 class DiskBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -118,6 +118,12 @@ def test_weights_with_another_digest_or_in_pickles_are_refused(live: LiveSystem)
     assert (status, answer["error"]["param"]) == (400, "mode")
 
 
+def test_a_limit_of_versions_is_a_small_number(live: LiveSystem) -> None:
+    for most in (1 << 70, (1 << 31) + 1, -1):
+        status, answer = said(live, "POST", "/update_weights", {"path": "step-1", "max_versions": most})
+        assert (status, "max_versions" in answer["error"]["message"]) == (400, True)
+
+
 def test_a_pause_has_the_words_of_vllm_and_of_sglang(live: LiveSystem) -> None:
     for pause, body, resume in (
         ("/pause?mode=keep", None, "/resume"),

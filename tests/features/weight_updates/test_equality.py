@@ -1,5 +1,6 @@
 """After an update an engine gives, bit for bit, what one gives that was started with the new weights."""
 
+import contextlib
 import signal
 import threading
 import time
@@ -139,3 +140,38 @@ def test_an_output_has_a_mark_where_its_weights_change_and_a_bad_directory_chang
         with pytest.raises(RequestError, match="digest"):
             llm.weights.update(first, digest="another")
         assert llm.weights.state.version == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["close", "crash"])
+def test_a_pause_ends_with_its_engine(tmp_path: Path, end: str) -> None:
+    llm = engine(checkpoint(tmp_path, "llama", 1), {})
+    refused: list[Exception] = []
+
+    def pause() -> None:
+        try:
+            llm.weights.pause("finish")
+        except (RequestError, RuntimeError) as error:
+            refused.append(error)
+
+    def crash(message: object) -> None:
+        raise OverflowError
+
+    def generate() -> None:
+        with contextlib.suppress(Exception):
+            llm.generate(PROMPTS[:1], GREEDY.replace(max_tokens=400, logprobs=None))
+
+    running = threading.Thread(target=generate)
+    running.start()
+    while not (planner := llm._system.scheduler.planner) or not planner.table.running.any():
+        time.sleep(0.001)
+    if end == "crash":
+        llm._system.scheduler._planned.complete = crash  # type: ignore[method-assign,assignment]
+    thread = threading.Thread(target=pause, daemon=True)
+    thread.start()
+    if end == "close":
+        llm.close()
+    thread.join(30)
+    assert len(refused) == 1
+    llm.close()
+    running.join(30)

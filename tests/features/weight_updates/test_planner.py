@@ -212,6 +212,37 @@ def test_a_pause_holds_rows_until_it_is_over(mode: Mode) -> None:
     assert bench.streams[1] == bench.streams[2] == output(prompt, (0, 8))
 
 
+def test_a_pause_takes_the_place_of_one_that_is_not_reached() -> None:
+    bench = Rollouts()
+    bench.submit(1, prompt_of(9), max_tokens=8, ignore_eos=True)
+    bench.steps_of(3)
+    first, second = bench.command(Pause("finish")), bench.command(Pause("keep"))
+    while bench.plan() or bench.deliver():
+        pass
+    assert bench.feature.ends == {first: "another pause took its place", second: ""}
+
+
+def test_a_pause_ends_at_once_where_nothing_runs() -> None:
+    bench = Rollouts()
+    bench.submit(1, prompt_of(9), max_tokens=8, ignore_eos=True)
+    assert bench.feature.ends[bench.command(Pause("keep"))] == ""
+    assert not bench.plan()
+    assert bench.feature.ends[bench.command(Pause("abort"))] == ""
+    bench.read()
+    assert bench.ends[1] == [Finish.ABORT]
+
+
+def test_a_pause_ends_when_executors_are_lost() -> None:
+    bench = Rollouts()
+    bench.submit(1, prompt_of(9), max_tokens=8, ignore_eos=True)
+    bench.steps_of(2)
+    bench.planner.next_step()
+    command = bench.command(Pause("keep"))
+    assert command not in bench.feature.ends
+    bench.lose()
+    assert bench.feature.ends[command] == ""
+
+
 def test_one_rank_that_cannot_read_leaves_all_as_they_were() -> None:
     bench, prompt = Rollouts(num_ranks=2), prompt_of(9)
     bench.refuses = {1: "no such file"}
