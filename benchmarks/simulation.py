@@ -151,7 +151,7 @@ class Simulation:
             self._last_at[ids] = self.playback.now
             outcome.num_tokens += len(ids)
             outcome.num_ended += len(ids) - message.finishes.count(0)
-            for request_id, num_cached in message.cached_tokens.items():
+            for request_id, (num_cached, _) in message.cached_tokens.items():
                 outcome.cached[request_id] = num_cached
         self.planner.outbox.clear()
         self.planner.finished.clear()

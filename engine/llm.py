@@ -295,7 +295,7 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one each")
         with self._bar(len(prompts), "generating", progress) as bar:
             deltas = self._await(self._complete_all(prompts, every, bar))
-        return [_completion(prompt, delta) for prompt, delta in zip(prompts, deltas, strict=True)]
+        return [_completion(*one, params.generates) for *one, params in zip(prompts, deltas, every, strict=True)]
 
     def _bar(self, num_prompts: int, what: str, progress: bool | None) -> "tqdm[Any]":
         """Return a bar for several prompts, unless they are refused at once; only on a terminal unless ``progress``."""
@@ -357,7 +357,7 @@ async def _collect(stream: Stream) -> Delta:
         stream.close()
 
 
-def _completion(prompt: Prompt, delta: Delta) -> Completion:
+def _completion(prompt: Prompt, delta: Delta, generates: bool) -> Completion:
     assert delta.usage is not None, "the last delta carries the usage"
     return Completion(
         prompt=prompt,
@@ -368,7 +368,7 @@ def _completion(prompt: Prompt, delta: Delta) -> Completion:
         usage=delta.usage,
         logprobs=delta.logprobs,
         prompt_logprobs=delta.prompt_logprobs,
-        weight_versions=tuple(versions(delta.result)),
+        weight_versions=tuple(versions(delta.result)) if generates else (),
     )
 
 

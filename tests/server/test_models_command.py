@@ -39,11 +39,11 @@ def test_a_checkpoint_that_is_refused_ends_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "config.json").write_text(json.dumps(config_of("moonshotai/Kimi-Linear-48B-A3B-Instruct")))
+    (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek-ai/DeepSeek-V4-Flash")))
     with pytest.raises(SystemExit) as ended:
         main(["models", str(tmp_path)])
     assert ended.value.code
-    assert "it has layers of kind linear_attention" in f"{ended.value.code} {capsys.readouterr().err}"
+    assert "it has layers of kind compressed_sparse_attention" in f"{ended.value.code} {capsys.readouterr().err}"
 
 
 def test_of_a_name_on_the_hub_no_weights_are_downloaded(

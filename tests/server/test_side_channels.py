@@ -19,6 +19,7 @@ from engine.scheduling.meter import RequestMetrics
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
 from server.access import WrongKeys, check_access
+from server.http.exchange import EXCHANGE
 from server.keys import Keys
 from tests.engine.held_steps import hold_steps
 from tests.figures import Figure
@@ -38,6 +39,14 @@ def distance(samples: list[int], base: list[int]) -> float:
     return (statistics.median(samples) - middle) / deviation
 
 
+class _Request(SimpleNamespace):
+    """What the check of keys reads of a request."""
+
+    def __getitem__(self, key: object) -> Any:
+        assert key is EXCHANGE
+        return SimpleNamespace(client="127.0.0.1")
+
+
 @pytest.mark.reliability("H9", "1,000 wrong keys of each kind: nothing right, all right but the end")
 async def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one(figure: Figure) -> None:
     minutes = count(step=60)  # no guess is slowed
@@ -54,7 +63,7 @@ async def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one(figur
         for name in order:
             route = SimpleNamespace(resource=None)
             headers = {"Authorization": f"Bearer {guesses[name]}"}
-            request: Any = SimpleNamespace(match_info=SimpleNamespace(route=route), headers=headers, remote="127.0.0.1")
+            request: Any = _Request(match_info=SimpleNamespace(route=route), headers=headers)
             started = time.perf_counter_ns()
             try:
                 await check(request, handler)  # type: ignore[arg-type]
