@@ -74,8 +74,9 @@ def _lays_out(encoder: Encoder) -> None:
 
 
 def _turns(encoder: Encoder, tower: Tower) -> None:
-    way = encoder.layout(*reversed(SIZES[1]), "auto").way
-    rows, upright = (tower.encode(_picture(*SIZES[1], TO_THE_RIGHT, upright=one), way) for one in (False, True))
+    width, height = SIZES[1]
+    way = encoder.layout(height, width, "auto").way
+    rows, upright = (tower.encode(_picture(width, height, TO_THE_RIGHT, upright=one), way) for one in (False, True))
     assert rows.shape == upright.shape, f"rows of shape {tuple(rows.shape)}, not {tuple(upright.shape)}"
     assert bool((rows == upright).all()), "it has others"
 
