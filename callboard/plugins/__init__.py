@@ -75,6 +75,7 @@ from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
 from engine.scheduling.proposer import DraftModel, Proposer, ProposerSession
 from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
+from engine.text.picture_files import read_picture
 from engine.text.pictures import PictureFormat, PictureLayout
 from engine.text.processors import LogitsProcessor, LogitsRows
 from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
@@ -209,6 +210,7 @@ __all__ = [
     "read_gated",
     "read_layer_types",
     "read_norm",
+    "read_picture",
     "read_rotary",
     "read_sizes",
     "windowed_layers",

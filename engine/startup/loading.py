@@ -48,7 +48,7 @@ from engine.sampling.captured import SamplingVariant
 from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
-from engine.startup.features import rank_features
+from engine.startup.features import left_on_failure, rank_features
 from engine.startup.invariance import prove_decodes, prove_invariance, require_provable
 from engine.startup.linear_race import processor_name
 from engine.startup.linears import choose_linears
@@ -123,11 +123,12 @@ def load_runner(
     stages.begin("KV pool")
     states = _new_states(start)
     features = rank_features(_context(start, loaded, rows, states, given or {}))
-    pools = PoolMaker(start, loaded.model, attention, rows, sampler, states, features)
-    parts = pools.parts(num_pages)
-    must_agree = start.comm.size > 1
-    constraints = Constraints(grammars or _own_grammars(start), spec.vocab_size, device, must_agree=must_agree)
-    return _new_runner(start, loaded, parts, constraints, features, pools.needs)
+    with left_on_failure(features):
+        pools = PoolMaker(start, loaded.model, attention, rows, sampler, states, features)
+        parts = pools.parts(num_pages)
+        must_agree = start.comm.size > 1
+        constraints = Constraints(grammars or _own_grammars(start), spec.vocab_size, device, must_agree=must_agree)
+        return _new_runner(start, loaded, parts, constraints, features, pools.needs)
 
 
 def _start(

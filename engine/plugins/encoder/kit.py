@@ -14,8 +14,10 @@ import numpy as np
 
 from engine.plugins.encoder.encoder import Encoder, Tower
 from engine.plugins.proof.findings import Findings
+from engine.text.picture_files import ORIENTATION
 
 SIZES = ((64, 64), (37, 91), (230, 40))
+TO_THE_RIGHT = 6  # an orientation, as EXIF numbers them
 DETAILS = ("auto", "low", "high")
 
 
@@ -32,15 +34,22 @@ def check_encoder(make: Callable[[], Encoder], dtype: str = "float32") -> None:
         assert make().settings == make().settings, "they differ"
     with findings.case("rows are those of the layout"):
         _encodes(make(), make().tower("cpu", dtype), [_picture(*size) for size in SIZES], dtype)
+    with findings.case("a picture whose camera was turned has the rows of the upright one"):
+        _turns(make(), make().tower("cpu", dtype))
     findings.conclude()
 
 
-def _picture(width: int, height: int) -> bytes:
-    from PIL import Image  # an optional package
+def _picture(width: int, height: int, orientation: int = 1, *, upright: bool = False) -> bytes:
+    """Return a file.  upright: with its pixels turned as the orientation says, which it has no more."""
+    from PIL import Image, ImageOps  # an optional package
 
-    file = BytesIO()
+    file, exif = BytesIO(), Image.Exif()
+    exif[ORIENTATION] = orientation
     colours = np.random.default_rng((width, height)).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(colours).save(file, "PNG")
+    Image.fromarray(colours).save(file, "PNG", exif=exif)
+    if upright:
+        picture, file = ImageOps.exif_transpose(Image.open(file)), BytesIO()
+        picture.save(file, "PNG")
     return file.getvalue()
 
 
@@ -62,6 +71,14 @@ def _lays_out(encoder: Encoder) -> None:
         assert count == layout.num_rows, f"the text has the token {count} times, for {layout.num_rows} rows"
         if encoder.axes is not None:
             assert np.prod(layout.grid) == layout.num_rows, f"the grid {layout.grid} has not {layout.num_rows} places"
+
+
+def _turns(encoder: Encoder, tower: Tower) -> None:
+    width, height = SIZES[1]
+    way = encoder.layout(height, width, "auto").way
+    rows, upright = (tower.encode(_picture(width, height, TO_THE_RIGHT, upright=one), way) for one in (False, True))
+    assert rows.shape == upright.shape, f"rows of shape {tuple(rows.shape)}, not {tuple(upright.shape)}"
+    assert bool((rows == upright).all()), "it has others"
 
 
 def _encodes(encoder: Encoder, tower: Tower, files: Sequence[bytes], dtype: str) -> None:

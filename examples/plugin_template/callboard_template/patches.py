@@ -6,22 +6,20 @@ wide, and a column for each colour of each pixel of a patch.
 Legend: N patches · P colours of a patch's pixels · D model dim"""
 
 import hashlib
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
-from PIL import Image
 
 from callboard.plugins import (
     Encoder,
     EncoderContext,
     Options,
     PictureLayout,
-    RequestError,
     WeightsError,
     decode_options,
     hookimpl,
+    read_picture,
 )
 
 if TYPE_CHECKING:
@@ -50,10 +48,7 @@ class PatchTower:
         import torch  # installed where ranks run, and not needed where requests are read
 
         sides, pixels = self._options.sides, self._options.pixels
-        try:
-            picture = Image.open(BytesIO(data)).convert("RGB").resize((sides * pixels, sides * pixels))
-        except (OSError, ValueError) as error:
-            raise RequestError(f"a picture cannot be read: {error}", param="messages") from None
+        picture = read_picture(data).resize((sides * pixels, sides * pixels))
         colours = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
         lines = colours.view(sides, pixels, sides, pixels, 3).transpose(1, 2)
         colours_NP = lines.reshape(sides * sides, -1).to(self._projection_DP) / 127.5 - 1.0
