@@ -50,6 +50,11 @@ def with_rows_for_states(config: Config, state_bytes: int, weight_bytes: int = 0
 
 
 def check_recurrent(config: Config) -> None:
-    """Raise ConfigError for a setting under which a model with recurrent layers would give wrong results or fail."""
+    """Raise ConfigError for a setting under which a model with recurrent layers would be wrong, fail, or do nothing."""
     if (mode := config.graphs.mode) == NOT_SERVED:
         raise ConfigError(f"graphs.mode={mode}: no compiler takes recurrent layers; set it to 'auto'")
+    if config.kv.page_size == 1 and (proposer := chosen_plugins(config).get(PROPOSER)):
+        raise ConfigError(
+            f"kv.page_size=1: plugins.proposer={proposer} proposes tokens up to the end of a page of a model with "
+            "recurrent layers, and so none; set it to 4 or more, or the proposer to 'none'"
+        )
