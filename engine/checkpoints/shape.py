@@ -286,8 +286,9 @@ class RecurrentShape(PartShape, frozen=True, kw_only=True):
 
     def of_rank(self, size: int) -> Self:
         """Return the shape of one rank's part, of ``size`` ranks.  Raises ConfigError if it is not to be divided."""
-        what = type(self).__name__.removesuffix("Shape")
-        share(1, size, f"recurrent layers that stay whole ({what})")
+        if size > 1:
+            what = type(self).__name__.removesuffix("Shape")
+            raise ConfigError(f"device.tensor_parallel={size}: ranks cannot divide {what} layers; set it to 1")
         return self
 
     @property

@@ -17,6 +17,7 @@ from tests.models.checkpoints import build, save
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "graphs": ({"graphs": {"mode": "compiled"}}, "graphs.mode=compiled: no compiler takes recurrent"),
+    "pages": ({"kv": {"page_size": 1}, "plugins": {"proposer": "ngram"}}, "kv.page_size=1: plugins.proposer=ngram"),
     "store": ({"plugins": {"kv_store": "files"}}, "plugins.kv_store=files: pages return without the states"),
 }
 
@@ -44,13 +45,17 @@ def test_the_doctor_says_what_states_take_and_what_a_start_refuses(checkpoint: P
         assert "GB; more snapshots come with the pages" in found["recurrent states"].found
 
 
-@pytest.mark.parametrize(("state_bytes", "rows"), [(1 << 20, 64), (1 << 26, 16), (1 << 40, 1)])
+@pytest.mark.parametrize(
+    ("state_bytes", "proposer", "rows"),
+    [(1 << 20, "none", 64), (1 << 26, "none", 16), (1 << 26, "ngram", 10), (1 << 40, "none", 1)],
+)
 def test_states_of_the_rows_that_a_device_chooses_take_a_quarter_of_memory(
-    state_bytes: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    state_bytes: int, proposer: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrent, "available_bytes", lambda: 7 << 30)
     monkeypatch.setattr(recurrent, "resident_bytes", lambda process: 1 << 30)
-    config = with_device_defaults(build_config(Config(), {"device": {"kind": "cpu"}}))
+    sections = {"device": {"kind": "cpu"}, "plugins": {"proposer": proposer}}
+    config = with_device_defaults(build_config(Config(), sections))
     fitted = recurrent.with_rows_for_states(config, state_bytes)
     assert fitted.scheduler.max_running == rows
 

@@ -11,6 +11,7 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
+from engine.types.errors import ConfigError
 from server.extensions.verify.verify import WAYS as VERIFIED
 from server.extensions.verify.verify import verify_numerics
 from tests.engine.test_changeover import running, some_steps
@@ -109,6 +110,13 @@ async def test_streams_go_on_with_their_states_through_sleep_and_a_change_of_set
         assert system.ingress.num_open, "all was over before the change"
         found = [list(np.frombuffer((await one.collect()).token_ids, dtype=np.int32)) for one in streams]
     assert found == [generated(model, prompt) for prompt in prompts()[:4]]
+
+
+def test_layers_that_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
+    save(build("kimi-linear"), tmp_path)
+    config = {"model": {"tokenizer": "none"}, "device": {"tensor_parallel": 2}}
+    with pytest.raises(ConfigError, match=r"device\.tensor_parallel=2: ranks cannot .* KimiDelta layers; set it to 1"):
+        LLM(tmp_path, progress=False, config=config)
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -18,13 +18,14 @@ Copies cost no wait: steps run in order, so a slot that is freed while a step in
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from engine.features.states.messages import NAME, StateCopies
 from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
-from engine.features.states.slots import Copy, SnapshotSlots, num_on_host, num_snapshots
+from engine.features.states.slots import Copy, SnapshotSlots, num_for_rows, num_on_host, num_snapshots
 from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
@@ -258,12 +259,12 @@ class StatesPlanner(PlannerFeature):
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None for a model without states."""
-    return _new_feature if context.state_bytes else None
+    return partial(_new_feature, num_for_rows(context.config)) if context.state_bytes else None
 
 
-def _new_feature(parts: PlannerParts) -> StatesPlanner:
+def _new_feature(num_for_rows: int, parts: PlannerParts) -> StatesPlanner:
     limits = parts.limits
-    num_slots, num_host = num_snapshots(limits.num_pages, limits.max_running), num_on_host(limits.num_host_pages)
+    num_slots, num_host = num_snapshots(limits.num_pages, num_for_rows), num_on_host(limits.num_host_pages)
     return StatesPlanner(parts, policy=POLICY, num_slots=num_slots, num_host=num_host)
 
 

@@ -17,7 +17,7 @@ from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
 from engine.features.states.messages import copies_of
-from engine.features.states.slots import PAGES_PER_SLOT, num_on_host, num_snapshots
+from engine.features.states.slots import PAGES_PER_SLOT, num_for_rows, num_on_host, num_snapshots
 from engine.host.memory import available_bytes
 from engine.layers.kv_pool import KVPool
 from engine.layers.states import RecurrentStates
@@ -34,6 +34,7 @@ class StatesRank(RankFeature):
     def __init__(self, context: RankContext, states: RecurrentStates) -> None:
         self._running = states.data
         self._max_running = context.config.scheduler.max_running
+        self._num_for_rows = num_for_rows(context.config)
         self._comm = context.comm
         self._num_host_pages: int = getattr(context.config.kv, "num_host_pages", 0)  # of an optional folder
         self._num_on_host = num_on_host(self._num_host_pages)
@@ -42,13 +43,13 @@ class StatesRank(RankFeature):
         self._snapshots = self._on_host = states.data[:0]
 
     def needs(self, needs: Needs) -> Needs:
-        """Return the needs with a snapshot for each running row, and those beside host pages; the others come with the
+        """Return the needs with the snapshots for running rows, and those beside host pages; the others come with the
         pool's pages.
 
         On a GPU the first are in what the engine measures after ``prepare``, and the second elsewhere."""
         if self._running.device.type != "cpu":
             return needs
-        own = ("snapshots of states", (self._max_running + self._num_on_host) * self._state_bytes)
+        own = ("snapshots of states", (self._num_for_rows + self._num_on_host) * self._state_bytes)
         return replace(needs, feature_bytes=(*needs.feature_bytes, own))
 
     def prepare(self, num_pages: int) -> None:
@@ -56,9 +57,15 @@ class StatesRank(RankFeature):
         self._snapshots = self._running[:0]
         if not num_pages:
             return
-        count = num_snapshots(num_pages, self._max_running)
+        count = num_snapshots(num_pages, self._num_for_rows)
         self._snapshots = self._running.new_empty((count, *self._running.shape[1:]))
-        log.info("rank %d snapshots of states: %d of %.2f MB", self._comm.rank, count, self._state_bytes / 1e6)
+        log.info(
+            "rank %d snapshots of states: %d of %.2f MB, %d of them for rows",
+            self._comm.rank,
+            count,
+            self._state_bytes / 1e6,
+            self._num_for_rows,
+        )
 
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
         """Allocate the snapshots in host memory.  Raises ConfigError if there is none."""

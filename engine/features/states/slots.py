@@ -6,17 +6,26 @@ Owns: their number, the free ones, the copies before the next step.  Does not kn
 from collections.abc import Iterable
 from typing import Final
 
+from engine.config import Config
+from engine.plugins.kinds import PROPOSER, chosen_plugins
+
 PAGES_PER_SLOT: Final = 64
 
 Copy = tuple[int, int]
 """The slot that is copied, and the one that it is copied to."""
 
 
-def num_snapshots(num_pages: int, max_running: int) -> int:
-    """Return the number of slots next to a pool of so many pages: one for each row's last copy, the rest for nodes.
+def num_for_rows(config: Config) -> int:
+    """Return the number of slots that rows may need: one for each one's last copy, and with a proposer one for the
+    state that is set aside.
 
-    A row has two while the newer one's step is in flight, and may take a node's for it."""
-    return max_running + num_pages // PAGES_PER_SLOT
+    A row has one more while the newer copy's step is in flight, and may take a node's for it."""
+    return config.scheduler.max_running * (1 + (PROPOSER in chosen_plugins(config)))
+
+
+def num_snapshots(num_pages: int, num_for_rows: int) -> int:
+    """Return the number of slots next to a pool of so many pages: those for rows, the rest for nodes."""
+    return num_for_rows + num_pages // PAGES_PER_SLOT
 
 
 def num_on_host(num_host_pages: int) -> int:

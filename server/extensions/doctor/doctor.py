@@ -20,7 +20,7 @@ from rich.console import Console
 from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config
-from engine.control.recurrent import check_recurrent, with_rows_for_states
+from engine.control.recurrent import check_recurrent, states_per_row, with_rows_for_states
 from engine.host.device_defaults import with_device_defaults
 from engine.host.memory import available_bytes
 from engine.plugins.families import read_model
@@ -244,8 +244,10 @@ def _states(spec: ModelSpec, config: Config) -> Finding:
         weight_bytes = sum(one.num_bytes for one in stored_tensors(spec.directory).values())
         fitted = with_rows_for_states(fitted, spec.state_bytes, weight_bytes)
     most = fitted.scheduler.max_running
-    found = f"{spec.state_bytes / 1e6:.2f} MB for each of {most} running requests and as much for snapshots"
-    found += f", {2 * most * spec.state_bytes / 1e9:.2f} GB; more snapshots come with the pages of the pool"
+    times = states_per_row(config)
+    as_much = "as much" if times == 2 else f"{times - 1} times as much"
+    found = f"{spec.state_bytes / 1e6:.2f} MB for each of {most} running requests and {as_much} for snapshots"
+    found += f", {times * most * spec.state_bytes / 1e9:.2f} GB; more snapshots come with the pages of the pool"
     try:
         check_recurrent(config)
     except CallboardError as error:

@@ -5,14 +5,16 @@ from functools import partial
 import numpy as np
 import pytest
 
+from engine.config import Config, build_config
 from engine.features.explain.explanation import explain
 from engine.features.speculation.messages import NAME as SPECULATION
 from engine.features.speculation.payoff import Payoff
 from engine.features.states.messages import copies_of
-from engine.features.states.planner import MOST_AGAIN, StatesPlanner
+from engine.features.states.planner import MOST_AGAIN, StatesPlanner, planner_feature
 from engine.features.states.policy import EndsAndBranches
-from engine.features.states.slots import SnapshotSlots
+from engine.features.states.slots import PAGES_PER_SLOT, SnapshotSlots
 from engine.messages import Step
+from engine.plugins.features import FeatureContext
 from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of, segments
 from tests.scheduling.fake_device import VOCAB, expected_output, next_token
 from tests.scheduling.liars import Everything, Liar
@@ -182,6 +184,16 @@ def test_steps_that_verify_look_at_no_more_snapshots_if_there_are_more(monkeypat
         found.append(len(looks))
     assert bench.states._tree.num_snapshots > 20
     assert len({*found}) == 1, found
+
+
+@pytest.mark.parametrize(("proposer", "num_slots"), [("none", 4 + 1), ("ngram", 2 * 4 + 1)])
+def test_states_that_are_set_aside_take_no_slot_from_snapshots(proposer: str, num_slots: int) -> None:
+    config = build_config(Config(), {"scheduler": {"max_running": 4}, "plugins": {"proposer": proposer}})
+    feature = planner_feature(FeatureContext(config, None, VOCAB, state_bytes=1))
+    assert feature is not None
+    bench = Bench(features=[feature], page_size=PAGE, num_pages=PAGES_PER_SLOT, max_running=4)
+    (states,) = (one for one in bench.planner.features.all if isinstance(one, StatesPlanner))
+    assert states._tree.num_to_take == num_slots
 
 
 def test_a_prompt_waits_for_a_state_that_is_being_copied() -> None:

@@ -17,10 +17,13 @@ from engine.messages import Step
 ROWS = 3
 
 
-def new_rank(device: str = "cpu", num_host_pages: int = 0) -> tuple[StatesRank, RecurrentStates]:
+def new_rank(
+    device: str = "cpu", num_host_pages: int = 0, proposer: str = "none"
+) -> tuple[StatesRank, RecurrentStates]:
     states = RecurrentStates([[(2, 3), (4,)], [(5,)]], ROWS, torch.device(device))
     states.data.copy_(torch.arange(states.data.numel()).view_as(states.data))
-    config = build_config(Config(), {"scheduler": {"max_running": ROWS}, "kv": {"num_host_pages": num_host_pages}})
+    sections = {"scheduler": {"max_running": ROWS}, "kv": {"num_host_pages": num_host_pages}}
+    config = build_config(Config(), {**sections, "plugins": {"proposer": proposer}})
     context: Any = SimpleNamespace(config=config, comm=SimpleNamespace(rank=0))
     return StatesRank(context, states), states
 
@@ -65,6 +68,14 @@ def test_the_pool_leaves_room_for_snapshots() -> None:
     assert rank._snapshots.nbytes == (ROWS + 2) * row
     rank.prepare(0)
     assert rank._snapshots.nbytes == 0
+
+
+def test_with_a_proposer_a_row_has_room_for_a_state_that_is_set_aside() -> None:
+    rank, states = new_rank(proposer="ngram")
+    row = states.data[0].nbytes
+    assert rank.needs(Needs()).total == 2 * ROWS * row
+    rank.prepare(2 * PAGES_PER_SLOT)
+    assert rank._snapshots.nbytes == (2 * ROWS + 2) * row
 
 
 def test_copies_before_a_step_are_made_in_their_order_also_on_the_host() -> None:
