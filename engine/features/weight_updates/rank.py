@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.actors.runner import Answer
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.fingerprint import fingerprint
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.compiled_decodes import CompiledDecodes
@@ -113,17 +114,22 @@ class WeightsRank(RankFeature):
             raise WeightsError("a model with an encoder of pictures keeps the weights that it was started with")
         spec = read_model(Path(weights.directory), config.plugins, config.model)
         check_same_model(context.spec, spec, config.model.load_format)
-        if fingerprint(spec, config.model.load_format) != weights.digest:
-            raise WeightsError(
-                f"{weights.directory}: its files have changed since version {weights.version} was checked"
-            )
+        self._check_files(spec, weights)
         if (dtype := choose_dtype(config.model.dtype, context.device, spec.dtype)) != context.dtype:
             raise WeightsError(
                 f"{spec.directory}: a start computes it in {dtype}, not {context.dtype}; set model.dtype"
             )
         model = context.reload(spec)
+        self._check_files(spec, weights)  # again: they may have changed while they were read
         self._check_sinks(model)
         return model
+
+    def _check_files(self, spec: ModelSpec, weights: Weights) -> None:
+        """Raise WeightsError unless the files have the digest of the weights."""
+        if fingerprint(spec, self._context.config.model.load_format) != weights.digest:
+            raise WeightsError(
+                f"{weights.directory}: its files have changed since version {weights.version} was checked"
+            )
 
     def _check_sinks(self, model: Model) -> None:
         """Raise WeightsError for other sinks: the attention backend has copies of them."""
