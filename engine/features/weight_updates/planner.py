@@ -163,7 +163,8 @@ class WeightsPlanner(PlannerFeature):
         """The mode of a pause or of a change that is due; None if rows go on."""
         pause = None if self.pause is None else self.pause.mode
         if self._phase == "drain" and self._update is not None:
-            return self._update[1].mode or pause or "retract"
+            # A pause aborts what was there when it began, and no request that has come since.
+            return self._update[1].mode or (pause if pause != "abort" else None) or "retract"
         return pause
 
     def _loaded(self) -> None:

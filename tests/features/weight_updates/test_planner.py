@@ -212,6 +212,24 @@ def test_a_pause_holds_rows_until_it_is_over(mode: Mode) -> None:
     assert bench.streams[1] == bench.streams[2] == output(prompt, (0, 8))
 
 
+def test_an_update_during_a_pause_that_aborts_leaves_requests_that_came_later() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=8, ignore_eos=True)
+    bench.steps_of(3)
+    bench.command(Pause("abort"))
+    while bench.plan() or bench.deliver():
+        pass
+    bench.submit(2, prompt, max_tokens=8, ignore_eos=True)
+    command = bench.update("new")
+    while bench.plan() or bench.deliver():
+        pass
+    assert bench.feature.ends[command] == ""
+    bench.command(Resume())
+    bench.finish()
+    assert bench.ends == {1: [Finish.ABORT], 2: [Finish.LENGTH]}
+    assert bench.streams[2] == output(prompt, (1, 8))
+
+
 def test_a_pause_takes_the_place_of_one_that_is_not_reached() -> None:
     bench = Rollouts()
     bench.submit(1, prompt_of(9), max_tokens=8, ignore_eos=True)
