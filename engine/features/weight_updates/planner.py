@@ -134,7 +134,8 @@ class WeightsPlanner(PlannerFeature):
     def waits(self, num_in_flight: int) -> bool:
         """Return whether the weights change now or an operator has stopped the rows; go on with the change."""
         if not self._phase and (self._update is not None or not self._has_present):
-            self._loading = self.present if self._update is None else self._update[1].weights
+            update = self._update if self._has_present else None
+            self._loading = self.present if update is None else update[1].weights
             self._ask(LoadWeights(self._loading), "load")
         if self._phase == "switch" or not self._has_present:
             return True

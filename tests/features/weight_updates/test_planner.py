@@ -301,6 +301,27 @@ def test_an_update_survives_the_loss_of_ranks_that_read_it() -> None:
     assert bench.streams[1] == output(prompt, (0, at), (1, 12 - at))
 
 
+@pytest.mark.parametrize(("mode", "most"), [("abort", 0), ("retract", 1), ("finish", 0)])
+def test_an_update_that_meets_lost_ranks_keeps_its_mode_and_its_limit(mode: Mode, most: int) -> None:
+    bench = Rollouts()
+    bench.update("old")
+    bench.plan()
+    bench.plan()
+    bench.submit(1, prompt_of(9), max_tokens=12, ignore_eos=True)
+    bench.steps_of(5)
+    command = bench.command(Update(Weights(0, "", "/new", "new"), mode, most))
+    bench.planner.next_step()
+    bench.planner.outgoing()
+    bench.lose()
+    while bench.plan() or bench.deliver():
+        pass
+    bench.read()
+    assert bench.feature.ends[command] == ""
+    assert [one.weights.digest for one in bench.asked if isinstance(one, LoadWeights)] == ["old", "old", "new"]
+    assert bench.ends[1] == [Finish.LENGTH if mode == "finish" else Finish.ABORT]
+    assert versions(bench.marks[1]) == [(0, "1")]
+
+
 def test_a_second_update_is_refused_while_one_is_under_way() -> None:
     bench = Rollouts()
     bench.update("new")
