@@ -291,9 +291,11 @@ class WeightsPlanner(PlannerFeature):
     # ---- other ranks, other planners --------------------------------------------------------
 
     def reset(self) -> list[Sequence]:
-        """Let new ranks, which have the weights of ``model.path``, read the present ones before the first step."""
+        """Let new ranks, which have the weights of ``model.path``, read the present ones before the first step.
+
+        Ranks that stay and were to change may have done so."""
+        self._has_present = not self.present.number and self._phase != "switch" and self._has_present
         self._phase, self._num_unanswered, self._requested = "", 0, []
-        self._has_present = not self.present.number
         self._unmarked.clear()
         if self.pause is not None and self.pause.mode in ("keep", "retract"):
             self._end(self._pausing)  # all rows are in the queue

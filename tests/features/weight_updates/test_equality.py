@@ -14,7 +14,9 @@ import torch
 from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.fingerprint import fingerprint
+from engine.control.changeover import Changeover
 from engine.features.weight_updates import rank
+from engine.features.weight_updates.planner import WeightsPlanner
 from engine.llm import Completion
 from engine.types.errors import RequestError, WeightsError
 from tests.models.checkpoints import build, random_tokens, save
@@ -114,6 +116,26 @@ def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path, monke
                 llm.weights.update(second)
         assert said(llm.generate(PROMPTS, GREEDY)) == before
         assert llm.weights.state.number == 0
+
+
+@pytest.mark.slow
+def test_a_rank_goes_back_to_its_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(planner: WeightsPlanner) -> None:
+        assert planner._update is not None
+        planner._end(planner._update[0], "the answer is lost")
+        planner._update = None
+
+    first, second = checkpoint(tmp_path, "llama", 1), checkpoint(tmp_path, "llama", 2)
+    with engine(first, {}) as llm:
+        before = said(llm.generate(PROMPTS, GREEDY))
+        with monkeypatch.context() as patched:
+            patched.setattr(WeightsPlanner, "_switched", lose)
+            with pytest.raises(RequestError, match="lost"):
+                llm.weights.update(second)
+        changeover = Changeover(llm._system, lambda engine: b"")
+        llm._await(changeover.sleep(1))
+        llm._await(changeover.wake())
+        assert said(llm.generate(PROMPTS, GREEDY)) == before
 
 
 @pytest.mark.slow

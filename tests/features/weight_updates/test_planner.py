@@ -40,6 +40,7 @@ class Rollouts(Bench):
         self.tags = {"": 0}  # digest -> what the device mixes into everything that it stores
         self.refuses: dict[int, str] = {}  # rank -> why it cannot read weights
         self.switches = True
+        self.loses_answers = False  # to ``Switch``
         self.asked: list[object] = []
         self.marks: dict[int, bytes] = {}
         self.num_commands = 0
@@ -74,7 +75,7 @@ class Rollouts(Bench):
                     assert number == self.loaded.number
                     if self.switches:
                         self.device.weights = self.tag(self.loaded.digest)
-            if not isinstance(request, Drop):
+            if not isinstance(request, Drop) and not (self.loses_answers and isinstance(request, Switch)):
                 for rank in range(self.num_ranks):
                     error = self.refuses.get(rank, "") if isinstance(request, LoadWeights) else ""
                     self.planner.received(answer_to(message, rank, error))
@@ -320,6 +321,23 @@ def test_an_update_that_meets_lost_ranks_keeps_its_mode_and_its_limit(mode: Mode
     assert [one.weights.digest for one in bench.asked if isinstance(one, LoadWeights)] == ["old", "old", "new"]
     assert bench.ends[1] == [Finish.LENGTH if mode == "finish" else Finish.ABORT]
     assert versions(bench.marks[1]) == [(0, "1")]
+
+
+def test_ranks_that_stay_and_have_changed_before_they_answered_go_back() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=12, ignore_eos=True)
+    bench.steps_of(2)
+    bench.loses_answers = True
+    command = bench.update("new")
+    while bench.device.weights != 1:
+        assert bench.plan() or bench.deliver()
+    bench.planner.restart(is_fault=False)  # and the device stays, as with a light sleep
+    bench.loses_answers = False
+    bench.finish()
+    assert bench.feature.ends[command] == ""
+    assert [one.number for one in bench.asked if isinstance(one, Switch)] == [1, 0, 1]
+    ((at, _),) = versions(bench.marks[1])
+    assert bench.streams[1] == output(prompt, (0, at), (1, 12 - at))
 
 
 def test_a_second_update_is_refused_while_one_is_under_way() -> None:
