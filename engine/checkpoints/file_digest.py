@@ -37,7 +37,7 @@ def _file_digest(path: Path) -> str:
     return _digest_of(path, (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino))
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _digest_of(path: Path, facts: tuple[int, ...]) -> str:
     """Return the digest of a file with these facts: kept by this process or an earlier one, or computed."""
     folder = cache_folder("weights") if facts[0] >= KEPT_BYTES else None

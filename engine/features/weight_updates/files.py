@@ -4,7 +4,6 @@ Owns: these checks, and the directory for a file of tensors.  Does not know: tor
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Final
 
@@ -53,4 +52,4 @@ def overlay(path: Path, base: Path, directory: Path) -> None:
     (directory / INDEX_FILE).write_text(json.dumps(index))
     for file in base.iterdir():
         if file.is_file() and file.suffix != TENSORS and file.name != INDEX_FILE:
-            shutil.copy(file, directory)
+            (directory / file.name).symlink_to(file.resolve())

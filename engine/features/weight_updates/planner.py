@@ -134,7 +134,8 @@ class WeightsPlanner(PlannerFeature):
     def waits(self, num_in_flight: int) -> bool:
         """Return whether the weights change now or an operator has stopped the rows; go on with the change."""
         if not self._phase and (self._update is not None or not self._has_present):
-            self._loading = self.present if self._update is None else self._update[1].weights
+            update = self._update if self._has_present else None
+            self._loading = self.present if update is None else update[1].weights
             self._ask(LoadWeights(self._loading), "load")
         if self._phase == "switch" or not self._has_present:
             return True
@@ -163,7 +164,8 @@ class WeightsPlanner(PlannerFeature):
         """The mode of a pause or of a change that is due; None if rows go on."""
         pause = None if self.pause is None else self.pause.mode
         if self._phase == "drain" and self._update is not None:
-            return self._update[1].mode or pause or "retract"
+            # A pause aborts what was there when it began, and no request that has come since.
+            return self._update[1].mode or (pause if pause != "abort" else None) or "retract"
         return pause
 
     def _loaded(self) -> None:
@@ -289,9 +291,11 @@ class WeightsPlanner(PlannerFeature):
     # ---- other ranks, other planners --------------------------------------------------------
 
     def reset(self) -> list[Sequence]:
-        """Let new ranks, which have the weights of ``model.path``, read the present ones before the first step."""
+        """Let new ranks, which have the weights of ``model.path``, read the present ones before the first step.
+
+        Ranks that stay and were to change may have done so."""
+        self._has_present = not self.present.number and self._phase != "switch" and self._has_present
         self._phase, self._num_unanswered, self._requested = "", 0, []
-        self._has_present = not self.present.number
         self._unmarked.clear()
         if self.pause is not None and self.pause.mode in ("keep", "retract"):
             self._end(self._pausing)  # all rows are in the queue

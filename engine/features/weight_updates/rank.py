@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.actors.runner import Answer
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.fingerprint import fingerprint
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.compiled_decodes import CompiledDecodes
@@ -51,8 +52,8 @@ class WeightsRank(RankFeature):
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self._number = 0
-        self._next: tuple[int, Model | None] = 0, None
+        self._present = self._read = Weights()
+        self._next: Model | None = None
         self._whole: CapturedDecodes | None = None
         self._num_models = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -90,40 +91,48 @@ class WeightsRank(RankFeature):
     def _follow(self, request: Request) -> None:
         match request:
             case LoadWeights(weights):
-                self._next = 0, None
-                self._next = weights.number, self._load(weights)
+                self._read, self._next = Weights(), None
+                self._next = self._load(weights)
+                self._read = weights
             case Switch(number):
-                if number != self._next[0]:
-                    raise WeightsError(f"weights {number} have not been read, but {self._next[0]}")
-                if self._next[1] is not None:
-                    self._take_over(self._next[1])
-                self._number, self._next = number, (0, None)
+                if number != self._read.number:
+                    raise WeightsError(f"weights {number} have not been read, but {self._read.number}")
+                if self._next is not None:
+                    self._take_over(self._next)
+                self._present, self._next = self._read, None
             case Drop():
-                self._next = 0, None
+                self._read, self._next = Weights(), None
 
     def _load(self, weights: Weights) -> Model | None:
         """Return a model with the weights; None if the present one has them."""
         context = self._context
-        if weights.number == self._number or not weights.directory:
+        if weights.number == self._present.number or not (weights.directory or self._present.directory):
             return None
         if self._num_models > 1 or not isinstance(self._whole, CompiledDecodes | None):
             raise WeightsError("captured steps read the weights' memory; set graphs.mode = 'off' to change weights")
         config = context.config
         if PICTURES in context.given:
             raise WeightsError("a model with an encoder of pictures keeps the weights that it was started with")
-        spec = read_model(Path(weights.directory), config.plugins, config.model)
+        spec = context.spec
+        if weights.directory:
+            spec = read_model(Path(weights.directory), config.plugins, config.model)
         check_same_model(context.spec, spec, config.model.load_format)
-        if fingerprint(spec, config.model.load_format) != weights.digest:
-            raise WeightsError(
-                f"{weights.directory}: its files have changed since version {weights.version} was checked"
-            )
+        self._check_files(spec, weights)
         if (dtype := choose_dtype(config.model.dtype, context.device, spec.dtype)) != context.dtype:
             raise WeightsError(
                 f"{spec.directory}: a start computes it in {dtype}, not {context.dtype}; set model.dtype"
             )
         model = context.reload(spec)
+        self._check_files(spec, weights)  # again: they may have changed while they were read
         self._check_sinks(model)
         return model
+
+    def _check_files(self, spec: ModelSpec, weights: Weights) -> None:
+        """Raise WeightsError unless the files have the digest of the weights."""
+        if weights.digest and fingerprint(spec, self._context.config.model.load_format) != weights.digest:
+            raise WeightsError(
+                f"{weights.directory}: its files have changed since version {weights.version} was checked"
+            )
 
     def _check_sinks(self, model: Model) -> None:
         """Raise WeightsError for other sinks: the attention backend has copies of them."""
@@ -146,7 +155,7 @@ class WeightsRank(RankFeature):
 
     def close(self) -> None:
         """Wait for the thread."""
-        self._next = 0, None
+        self._next = None
         self._thread.shutdown(cancel_futures=True)
 
     def leave(self) -> None:

@@ -93,12 +93,14 @@ class Run:
         self._usage = UsageCounter(self.generation)
         self._num_records = len(entry.records)  # written, or on their way
         self._num_gone = 0  # pieces of output that are not kept any more
+        self._has_versions = False  # of weights that an update has brought to an earlier server
         self._told: dict[int, _Choice] = {}  # what was written down by an earlier server
         self._task: asyncio.Task[None] | None = None
         for record in map(decode, entry.records):
             if isinstance(record, Delivered):
                 self.num_written += 1
                 self._usage.add(record.index, record.delta)
+                self._has_versions |= bool(record.delta.result)
                 self._told.setdefault(record.index, _Choice()).add(record.delta)
             elif isinstance(record, Ended):
                 self.ended, self.ended_at, self.failure = True, record.when, record.failure
@@ -174,9 +176,18 @@ class Run:
             await asyncio.sleep(TRY_AGAIN_EVERY_S)
 
     async def _see(self) -> None:
-        """Read the pictures of a request that an earlier server took.  Raises RequestError, also if one has changed."""
+        """Read the pictures of a request that an earlier server took.
+
+        Raises RequestError, also if one has changed, or the weights."""
         if self._is_seen:
             return
+        if self._has_versions:
+            raise RequestError(
+                "the tokens of this stream are of weights that an update has brought, and a server that starts has "
+                "those of model.path, so it does not go on; send the request again",
+                status=409,
+                code="weights_changed",
+            )
         generation = msgspec.structs.replace(self.generation, prompts=self._prompts)
         prompts = (await self.route.completed(generation, self._client.exchange)).prompts
         if digests_of(prompts) != self.accepted.pictures:

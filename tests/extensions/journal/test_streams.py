@@ -14,10 +14,11 @@ import pytest
 
 from engine.actors.operations import SettingsChanged
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
+from engine.types.versions import mark
 from server.extensions.journal import journal as journal_module
 from server.extensions.journal import streams as streams_module
 from server.extensions.journal.journal import Entry, Journal
-from server.extensions.journal.records import Ended, decode, encode
+from server.extensions.journal.records import Delivered, Ended, decode, encode
 from server.extensions.journal.segments import JournalSegments
 from tests.pace import at_some_pace
 from tests.server.fake_ingress import FakeIngress
@@ -118,7 +119,9 @@ def check_numbers(events: list[str], after: int, name: str = "stream/1:a") -> No
         assert f"id: {name}:{number}\n" in event + "\n", event
 
 
-def crash(folder: Path, target: Path, num_records: int) -> Path:
+def crash(
+    folder: Path, target: Path, num_records: int, change: Callable[[bytes], bytes] = lambda record: record
+) -> Path:
     """The journal of ``folder`` as a kill leaves it when so many records of its one request are written."""
     journal = Journal(folder / streams_module.FOLDER, fsync="never", most_bytes=1 << 26)
     (entry,) = journal.entries.values()
@@ -126,7 +129,7 @@ def crash(folder: Path, target: Path, num_records: int) -> Path:
     files = JournalSegments(target / streams_module.FOLDER)
     files.begin()
     for record in entry.records[:num_records]:
-        files.write([record])
+        files.write([change(record)])
     files.close()
     return target
 
@@ -169,6 +172,25 @@ def test_a_stream_goes_on_after_a_crash_at_any_record(tmp_path: Path, kind: str)
             assert rest == events[after:]
             assert events_of(rejoin(live, None)) == events
             assert live.call(lambda live=live: len(live.ingress.opened)) == (written < num_records - 1)
+
+
+def marked(record: bytes) -> bytes:
+    """The record as it is after an update of the weights."""
+    one = decode(record)
+    if not isinstance(one, Delivered):
+        return record
+    return encode(msgspec.structs.replace(one, delta=msgspec.structs.replace(one.delta, result=mark(0, "step-1"))))
+
+
+def test_a_stream_of_weights_that_were_updated_does_not_go_on(tmp_path: Path) -> None:
+    with server(tmp_path / "first") as live:
+        events = events_of(ask(live, *STREAMS["completion"]))
+    folder = crash(tmp_path / "first", tmp_path / "second", 3, marked)
+    with server(folder) as live:
+        again = events_of(rejoin(live, 1))
+        assert live.call(lambda: len(live.ingress.opened)) == 0
+    assert len(again) < len(events)
+    assert "weights_changed" in again[-1]
 
 
 def test_choices_go_on_each_for_itself(tmp_path: Path) -> None:

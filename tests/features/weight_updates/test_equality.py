@@ -12,6 +12,11 @@ import pytest
 import torch
 
 from callboard import LLM, SamplingParams
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.fingerprint import fingerprint
+from engine.control.changeover import Changeover
+from engine.features.weight_updates import rank
+from engine.features.weight_updates.planner import WeightsPlanner
 from engine.llm import Completion
 from engine.types.errors import RequestError, WeightsError
 from tests.models.checkpoints import build, random_tokens, save
@@ -90,6 +95,47 @@ def check(folder: Path, variant: str, more: Sections, after: Callable[[LLM], Non
 def test_an_update_gives_the_bits_of_a_fresh_start(variant: str, more: Sections, tmp_path: Path) -> None:
     # ``checkpoint`` saves some models in half precision, and then config.json says so.
     check(tmp_path, variant, {**more, "model": {"dtype": "float32", **more.get("model", {})}})
+
+
+@pytest.mark.slow
+def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = checkpoint(tmp_path, "llama", 1), checkpoint(tmp_path, "llama", 2)
+    known = fingerprint
+
+    def raced(spec: ModelSpec, load_format: str) -> str:
+        digest = known(spec, load_format)
+        checkpoint(tmp_path / "next", "llama", 3)
+        (tmp_path / "next" / "3" / "model.safetensors").replace(second / "model.safetensors")  # a trainer's next save
+        return digest
+
+    with engine(first, {}) as llm:
+        before = said(llm.generate(PROMPTS, GREEDY))
+        with monkeypatch.context() as patched:
+            patched.setattr(rank, "fingerprint", raced)
+            with pytest.raises(RequestError, match="have changed since"):
+                llm.weights.update(second)
+        assert said(llm.generate(PROMPTS, GREEDY)) == before
+        assert llm.weights.state.number == 0
+
+
+@pytest.mark.slow
+def test_a_rank_goes_back_to_its_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(planner: WeightsPlanner) -> None:
+        assert planner._update is not None
+        planner._end(planner._update[0], "the answer is lost")
+        planner._update = None
+
+    first, second = checkpoint(tmp_path, "llama", 1), checkpoint(tmp_path, "llama", 2)
+    with engine(first, {}) as llm:
+        before = said(llm.generate(PROMPTS, GREEDY))
+        with monkeypatch.context() as patched:
+            patched.setattr(WeightsPlanner, "_switched", lose)
+            with pytest.raises(RequestError, match="lost"):
+                llm.weights.update(second)
+        changeover = Changeover(llm._system, lambda engine: b"")
+        llm._await(changeover.sleep(1))
+        llm._await(changeover.wake())
+        assert said(llm.generate(PROMPTS, GREEDY)) == before
 
 
 @pytest.mark.slow

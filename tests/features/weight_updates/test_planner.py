@@ -40,6 +40,7 @@ class Rollouts(Bench):
         self.tags = {"": 0}  # digest -> what the device mixes into everything that it stores
         self.refuses: dict[int, str] = {}  # rank -> why it cannot read weights
         self.switches = True
+        self.loses_answers = False  # to ``Switch``
         self.asked: list[object] = []
         self.marks: dict[int, bytes] = {}
         self.num_commands = 0
@@ -74,7 +75,7 @@ class Rollouts(Bench):
                     assert number == self.loaded.number
                     if self.switches:
                         self.device.weights = self.tag(self.loaded.digest)
-            if not isinstance(request, Drop):
+            if not isinstance(request, Drop) and not (self.loses_answers and isinstance(request, Switch)):
                 for rank in range(self.num_ranks):
                     error = self.refuses.get(rank, "") if isinstance(request, LoadWeights) else ""
                     self.planner.received(answer_to(message, rank, error))
@@ -212,6 +213,24 @@ def test_a_pause_holds_rows_until_it_is_over(mode: Mode) -> None:
     assert bench.streams[1] == bench.streams[2] == output(prompt, (0, 8))
 
 
+def test_an_update_during_a_pause_that_aborts_leaves_requests_that_came_later() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=8, ignore_eos=True)
+    bench.steps_of(3)
+    bench.command(Pause("abort"))
+    while bench.plan() or bench.deliver():
+        pass
+    bench.submit(2, prompt, max_tokens=8, ignore_eos=True)
+    command = bench.update("new")
+    while bench.plan() or bench.deliver():
+        pass
+    assert bench.feature.ends[command] == ""
+    bench.command(Resume())
+    bench.finish()
+    assert bench.ends == {1: [Finish.ABORT], 2: [Finish.LENGTH]}
+    assert bench.streams[2] == output(prompt, (1, 8))
+
+
 def test_a_pause_takes_the_place_of_one_that_is_not_reached() -> None:
     bench = Rollouts()
     bench.submit(1, prompt_of(9), max_tokens=8, ignore_eos=True)
@@ -279,6 +298,44 @@ def test_an_update_survives_the_loss_of_ranks_that_read_it() -> None:
     bench.lose()
     bench.finish()
     assert bench.feature.ends[command] == ""
+    ((at, _),) = versions(bench.marks[1])
+    assert bench.streams[1] == output(prompt, (0, at), (1, 12 - at))
+
+
+@pytest.mark.parametrize(("mode", "most"), [("abort", 0), ("retract", 1), ("finish", 0)])
+def test_an_update_that_meets_lost_ranks_keeps_its_mode_and_its_limit(mode: Mode, most: int) -> None:
+    bench = Rollouts()
+    bench.update("old")
+    bench.plan()
+    bench.plan()
+    bench.submit(1, prompt_of(9), max_tokens=12, ignore_eos=True)
+    bench.steps_of(5)
+    command = bench.command(Update(Weights(0, "", "/new", "new"), mode, most))
+    bench.planner.next_step()
+    bench.planner.outgoing()
+    bench.lose()
+    while bench.plan() or bench.deliver():
+        pass
+    bench.read()
+    assert bench.feature.ends[command] == ""
+    assert [one.weights.digest for one in bench.asked if isinstance(one, LoadWeights)] == ["old", "old", "new"]
+    assert bench.ends[1] == [Finish.LENGTH if mode == "finish" else Finish.ABORT]
+    assert versions(bench.marks[1]) == [(0, "1")]
+
+
+def test_ranks_that_stay_and_have_changed_before_they_answered_go_back() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=12, ignore_eos=True)
+    bench.steps_of(2)
+    bench.loses_answers = True
+    command = bench.update("new")
+    while bench.device.weights != 1:
+        assert bench.plan() or bench.deliver()
+    bench.planner.restart(is_fault=False)  # and the device stays, as with a light sleep
+    bench.loses_answers = False
+    bench.finish()
+    assert bench.feature.ends[command] == ""
+    assert [one.number for one in bench.asked if isinstance(one, Switch)] == [1, 0, 1]
     ((at, _),) = versions(bench.marks[1])
     assert bench.streams[1] == output(prompt, (0, at), (1, 12 - at))
 
