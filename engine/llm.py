@@ -295,7 +295,8 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one each")
         with self._bar(len(prompts), "generating", progress) as bar:
             deltas = self._await(self._complete_all(prompts, every, bar))
-        return [_completion(*one, params.generates) for *one, params in zip(prompts, deltas, every, strict=True)]
+        outputs = zip(prompts, deltas, every, strict=True)
+        return [_completion(prompt, delta, one.generates) for prompt, delta, one in outputs]
 
     def _bar(self, num_prompts: int, what: str, progress: bool | None) -> "tqdm[Any]":
         """Return a bar for several prompts, unless they are refused at once; only on a terminal unless ``progress``."""
