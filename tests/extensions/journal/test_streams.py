@@ -278,7 +278,7 @@ def test_what_cannot_be_rejoined_is_refused(
     assert ask(live, "/v1/completions", {"prompt": "one"}).status == 200
     refusal = ask_for(live)
     assert (refusal.status, refusal.error["code"]) == (status, code)
-    assert rejoin(live, 1).status == 200, "and nobody's stream is the worse for it"
+    assert rejoin(live, 1).status == 200, "a stream suffers from it"
 
 
 def test_where_nothing_is_kept_that_is_said() -> None:
@@ -485,7 +485,7 @@ def test_a_stream_without_room_in_memory_is_its_readers_alone(
                 client.read_until(b"stream/1:a:40\n")
                 client.read_until(b"[DONE]")
                 assert sum(map(len, entries[0].records[1:-1])) == 0, "nothing is kept of what its reader has"
-        assert live.wait_until(lambda: live.ingress.num_open == 0, 2), "nobody can come back to it"
+        assert live.wait_until(lambda: live.ingress.num_open == 0, 2), "no client can come back to it"
 
 
 def test_what_a_stream_is_taken_for_is_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
