@@ -181,17 +181,18 @@ async def test_a_subscriber_knows_every_page_of_an_engine(
 
 
 def test_batches_that_were_missed_come_again(publish: Callable[..., KVEventPublisher], subscriber: Subscriber) -> None:
-    publisher = publish(buffer_steps=3)
-    for number in range(5):
+    publisher = publish(buffer_steps=200)
+    for number in range(202):
         publisher.callboard_kv_event([stored(number)])
     subscriber.next = 2  # the first two are gone
     subscriber.catch_up()
-    assert subscriber.next == 5
-    while subscriber.next < 7:  # the subscription arrives a little later than the first batch, which is then missed
-        publisher.callboard_kv_event([stored(5), stored(6, bytes([5]) * 32)])
+    assert subscriber.next == 202
+    # The subscription arrives later than the first batch, which is then missed; a buffer of 3 may have lost it by then.
+    while subscriber.next < 204:
+        publisher.callboard_kv_event([stored(210), stored(211, bytes([210]) * 32)])
         subscriber.listen()
-    assert subscriber.parents[int.from_bytes(bytes([6]) * 8, "big")] == int.from_bytes(bytes([5]) * 8, "big")
-    assert subscriber.parents[int.from_bytes(bytes([5]) * 8, "big")] is None
+    assert subscriber.parents[int.from_bytes(bytes([211]) * 8, "big")] == int.from_bytes(bytes([210]) * 8, "big")
+    assert subscriber.parents[int.from_bytes(bytes([210]) * 8, "big")] is None
 
 
 def test_maps_and_whole_hashes(publish: Callable[..., KVEventPublisher], endpoints: dict[str, str]) -> None:
