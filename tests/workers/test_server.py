@@ -59,7 +59,7 @@ def test_a_killed_executor_costs_thirty_two_streams_nothing_but_time(
     assert client.texts == expected
     assert (client.done, client.errors) == (32, [None] * 32)
     assert stream_all(server, 32).texts == expected
-    assert server.get("/health")[1]["pages"]["used"] == 0
+    assert server.get("/stats")[1]["pages"]["used"] == 0
 
 
 @pytest.mark.reliability("P3", "SIGSTOP of the executor under 32 streams, watchdog 1.5 s")

@@ -99,7 +99,7 @@ async def test_a_killed_tokenizer_ends_its_streams_with_an_error_and_the_server_
         assert [box["name"] for box in stats["mailboxes"]][-count:] == [f"tokenizer{one}" for one in range(count)]
         again = await stream_all(server, 32)
         assert (again.texts, again.errors) == (expected, [None] * 32)
-        assert server.get("/health")[1]["pages"]["used"] == 0
+        assert server.get("/stats")[1]["pages"]["used"] == 0
         code, logged = server.end(signal.SIGTERM)
         assert (code, "Traceback" in logged) == (0, False), logged
         assert "tokenizer0 was killed by SIGKILL; it is restarted (1 so far)" in logged
