@@ -339,7 +339,12 @@ class System:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
         await self._supervisor.stop(drain_timeout_s)
         for feature in self.features.values():
-            await asyncio.to_thread(feature.close)
+            try:
+                closing = asyncio.get_running_loop().run_in_executor(None, feature.close)
+            except RuntimeError:  # the program ends without having closed the engine, and starts no thread any more
+                feature.close()
+            else:
+                await closing
 
     @property
     def died(self) -> EngineDied | None:

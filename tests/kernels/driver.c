@@ -183,7 +183,7 @@ static void check_recurrence(int64_t rule, int64_t T, int64_t K, int64_t U) {
             if (!(fabs(y[t * C + c] - sum) < 1e-5)) fail("convolution", t, c, y[t * C + c], sum);
         }
     if (rule)
-        delta(&rows, y, a, 1, b, 1, &decay, &bias, gates, m, 0, o, 1, 1, K, U);
+        delta(&rows, y, a, 1, b, 1, &decay, &bias, 1.0f, gates, NULL, m, 0, o, 1, 1, K, U);
     else
         ssd(&rows, y, a, 1, &decay, &bias, &skip, least, gates, m, 0, o, 1, 1, K, U);
     for (int64_t t = 0; t < T; t++) {
