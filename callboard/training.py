@@ -17,6 +17,7 @@ Usage::
     loss.backward()
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,7 +42,7 @@ PAGES = 1024  # of 16 tokens, where ``config`` names no number
 class TrainedModel:
     """A model of transformers, and an engine that computes its log probabilities.
 
-    The engine loads the weights again after they have changed, which a sum over their bits shows.
+    The engine loads the weights again after they have changed, which a digest of their bits shows.
     """
 
     def __init__(self, module: PreTrainedModel, config: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -51,7 +52,7 @@ class TrainedModel:
         given["kv"] = {"num_pages": PAGES, **given.get("kv", {})}
         self.module = module
         self._config = given
-        self._loaded: list[int] = []
+        self._loaded = ""
         self._engine: LLM | None = None
         self._folders: list[TemporaryDirectory[str]] = []  # what it started with, and the present weights
 
@@ -73,7 +74,7 @@ class TrainedModel:
 
     def _current(self) -> LLM:
         """Return the engine with the module's weights."""
-        weights = [_sum_of_bits(one.detach()) for one in self.module.parameters()]
+        weights = _digest(self.module)
         if self._engine is None or weights != self._loaded:
             folder = TemporaryDirectory(prefix="callboard-training-")
             self.module.save_pretrained(folder.name)
@@ -102,10 +103,12 @@ def _values(output: Completion) -> Tensor:
     return torch.tensor([*(entry.sampled.logprob for entry in output.prompt_logprobs[1:]), behind])
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's numbers as integers: a change of any of them changes it."""
-    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-    return int(tensor.contiguous().view(kind).sum(dtype=torch.int64))
+def _digest(module: PreTrainedModel) -> str:
+    """Return a digest of the bits of a module's parameters."""
+    found = hashlib.blake2b()
+    for one in module.parameters():
+        found.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 class _Exact(torch.autograd.Function):

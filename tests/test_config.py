@@ -153,7 +153,7 @@ def test_every_key_has_a_doc_and_there_are_not_too_many() -> None:
     sections = [definitions[type(getattr(Config(), section)).__name__] for section in SECTIONS]
     fields = [field for section in sections for field in section["properties"].values()]
     assert all("description" in field for field in fields)
-    assert len(fields) <= 101, "a setting needs somebody who sets it; remove one before you add one"
+    assert len(fields) <= 101, "a setting needs a user; remove one before you add one"
 
 
 def test_tables_laid_over_a_configuration_are_checked_too() -> None:

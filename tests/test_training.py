@@ -107,12 +107,15 @@ def test_other_kernels_in_the_sampler_are_noticed(llama: Path, trained: TrainedM
     assert 0.0 < apart(trained, drawn, RAW) < 1.0
 
 
-@pytest.mark.parametrize("way", ["fused", "data"])
+@pytest.mark.parametrize("way", ["fused", "data", "swapped"])
 def test_every_change_of_the_weights_is_noticed(way: str, trained: TrainedModel) -> None:
     (before,) = log_probs(trained, [PROMPTS[1]])
     if way == "fused":  # such a step counts up no version of a parameter
         before.sum().backward()
         torch.optim.AdamW(trained.module.parameters(), lr=1e-4, fused=True).step()
+    elif way == "swapped":
+        weight = trained.module.get_parameter("model.norm.weight").data
+        weight.copy_(weight.flip(0))
     else:
         trained.module.get_parameter("model.norm.weight").data[0] += 1e-3
     (after,) = log_probs(trained, [PROMPTS[1]])
