@@ -28,13 +28,22 @@ SLACK_FACTOR = 1.5
 
 
 class Fleet(Protocol):
-    """A group of running replicas, each known by its number.  headers: those that they want with each request."""
+    """A group of running replicas, each known by its number.  headers: those that they want with each request.
+
+    is_shared: other routers use them too, so they outlive this one."""
 
     size: int
     headers: Mapping[str, str]
 
+    @property
+    def is_shared(self) -> bool: ...
+
     async def url(self, number: int) -> str:
         """Returns where the replica listens.  Waits until it has been started, or started again."""
+        ...
+
+    async def is_running(self, number: int) -> bool:
+        """Returns whether another router has started a replica that was stopped."""
         ...
 
     async def stop(self, number: int) -> None:
@@ -120,6 +129,13 @@ class Replicas:
         replica.state = State.STOPPED
         log.info("%s is stopped: %d requests were open", replica.name, replica.num_open)
 
+    async def leave(self, replica: Replica) -> None:
+        """End a replica with its only router; one that others use finishes what this router has sent it."""
+        if not self._fleet.is_shared:
+            await self.drain(replica)
+        elif replica.num_open:
+            await replica.idle.wait()
+
     async def undrain(self, replica: Replica) -> None:
         """Send a replica requests again, once it is ready.  It is started if it was stopped; no drain of it may run."""
         if self.is_leaving:
@@ -146,6 +162,9 @@ class Replicas:
     async def watch(self, replica: Replica) -> None:
         """Keep finding out where a replica is and whether it is ready."""
         while True:
+            if replica.state is State.STOPPED and await self._fleet.is_running(self.all.index(replica)):
+                log.info("%s was started by another router", replica.name)
+                self._set_starting(replica)
             if replica.state is State.STARTING:
                 await self._find(replica)
             if replica.state in (State.STARTING, State.READY):

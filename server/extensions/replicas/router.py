@@ -155,7 +155,7 @@ async def _logged(work: Coroutine[None, None, None]) -> None:
 
 
 async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
+    """Serve until SIGTERM or SIGINT; then the replicas are drained and end, unless other routers use them."""
     stop_requested = listen_for_signals(
         partial(log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
     )
@@ -167,7 +167,7 @@ async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
             try:
                 async with asyncio.timeout(config.server.drain_timeout_s), asyncio.TaskGroup() as draining:
                     for replica in replicas.all:
-                        draining.create_task(replicas.drain(replica))
+                        draining.create_task(replicas.leave(replica))
             except TimeoutError:
                 log.warning("draining: %d requests end unfinished", sum(one.num_open for one in replicas.all))
 

@@ -101,6 +101,8 @@ class FakeFleet:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.is_shared = False
+        self.running: set[int] = set()  # started by another router
         self.replicas = [FakeReplica(f"fake{number}") for number in range(size)]
         self.stopped: list[int] = []
         self.started: list[int] = []
@@ -109,6 +111,9 @@ class FakeFleet:
         if not self.replicas[number].url:
             await self.replicas[number].start()
         return self.replicas[number].url
+
+    async def is_running(self, number: int) -> bool:
+        return number in self.running
 
     async def stop(self, number: int) -> None:
         self.stopped.append(number)

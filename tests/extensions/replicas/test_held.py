@@ -76,6 +76,7 @@ class TwoEngines:
     """A ``Fleet`` of two engines that several routers send requests to."""
 
     size = 2
+    is_shared = True
 
     def __init__(self, served: list[EngineServer], headers: dict[str, str]) -> None:
         self._served = served
@@ -83,6 +84,9 @@ class TwoEngines:
 
     async def url(self, number: int) -> str:
         return self._served[number].url
+
+    async def is_running(self, number: int) -> bool:
+        return False
 
     async def stop(self, number: int) -> None: ...
 
