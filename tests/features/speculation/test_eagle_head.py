@@ -19,11 +19,11 @@ from engine.features.speculation.planner import SpeculationPlanner, drafts_of
 from engine.messages import Step
 from engine.scheduling.completions import InFlight, Wave
 from engine.types.errors import PluginError, WeightsError
+from server.extensions.chaos.sim.liars import Everything
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
 from tests.models.checkpoints import SIZES, random_tokens
 from tests.models.eagle_heads import ReferenceHead, save_head, write_head
 from tests.sampling.borders import clear_of_borders
-from tests.scheduling.liars import Everything
 
 Guess = tuple[list[int], list[int]]
 # The token behind a shared page differs: what the head has computed of the page's last position does as well.

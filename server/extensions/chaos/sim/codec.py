@@ -13,7 +13,7 @@ from engine.text.codec import EncodedChat, TextCodec
 from engine.text.vocabulary import Vocabulary
 from engine.types.errors import RequestError
 from engine.types.prompt import ChatOptions, ChatTurn
-from tests.sim.oracle import VOCAB
+from server.extensions.chaos.sim.oracle import VOCAB
 
 # Printable ASCII first, then characters of two and three bytes.
 ALPHABET = "".join(chr(33 + token if token < 90 else 0x700 + token) for token in range(VOCAB))
@@ -22,7 +22,9 @@ _PIECES = [character.encode() for character in ALPHABET]
 
 
 class SimCodec(TextCodec):
-    """eos_token_ids: special tokens, so they have no text."""
+    """A codec of one character per token.
+
+    eos_token_ids: special tokens, so they have no text."""
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         super().__init__(None)

@@ -17,13 +17,13 @@ from engine.actors.tokenizer import Tokenizer
 from engine.scheduling.source import PlannerSource
 from engine.settings.sections import LimitsSection
 from engine.types.notices import Message
-from tests.sim.codec import SimCodec
-from tests.sim.device import SimDevice, SimExecutor
-from tests.sim.links import SimLink, SimMailbox
-from tests.sim.oracle import VOCAB
-from tests.sim.probe import liar_of
-from tests.sim.scenario import LINKS, Scenario
-from tests.sim.store import SimStore
+from server.extensions.chaos.sim.codec import SimCodec
+from server.extensions.chaos.sim.device import SimDevice, SimExecutor
+from server.extensions.chaos.sim.links import SimLink, SimMailbox
+from server.extensions.chaos.sim.oracle import VOCAB
+from server.extensions.chaos.sim.probe import liar_of
+from server.extensions.chaos.sim.scenario import LINKS, Scenario
+from server.extensions.chaos.sim.store import SimStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +65,9 @@ def assemble(
         inbox = inboxes[name.partition(">")[2].replace("executor", "executor0")]
         links[name] = SimLink(number, name, inbox, setup.weather, op_of, watch)
         inbox.links.append(links[name])
-    device = SimDevice(
-        num_rows=setup.max_running,
-        num_slots=setup.num_slots,
-        max_len=setup.max_len,
-        page_size=setup.page_size,
-        num_pages=setup.num_pages,
-        num_host_pages=setup.num_host_pages,
-        store=SimStore(scenario.seed, setup.store_faults),
-        nan_tokens=nan_tokens,
-        breaks=breaks,
-        draft=liar_of(setup).draft,
-        mark=mark,
-        num_snapshots=setup.num_snapshots,
-        num_on_host=setup.num_on_host,
-    )
+    device = _device(scenario, nan_tokens, breaks, mark)
     tokenizer = Tokenizer(capacity=capacity, codec=SimCodec(setup.eos_token_ids), vocab_size=VOCAB)
-    ingress = Ingress(
-        capacity=capacity,
-        limits=LimitsSection(
-            max_requests=setup.max_requests,
-            max_queued_tokens=setup.max_queued_tokens,
-            request_timeout_s=setup.request_timeout_s,
-        ),
-        max_model_len=setup.max_len,
-        vocab_size=VOCAB,
-        rng=random.Random(scenario.seed),
-        tokenizer=links["ingress>tokenizer"],
-    )
+    ingress = _ingress(scenario, capacity, links["ingress>tokenizer"])
     executor = SimExecutor(
         capacity=capacity,
         device=device,
@@ -116,7 +91,45 @@ def assemble(
     tokenizer.connect(scheduler=links["tokenizer>scheduler"], ingress=links["tokenizer>ingress"])
     actors: dict[str, Actor[Any]] = {}
     for actor in (tokenizer, scheduler, executor, ingress):
-        actor.inbox = inboxes[actor.name]
+        mailbox: Any = inboxes[actor.name]
+        actor.inbox = mailbox
         actors[actor.name] = actor
     supervisor = Supervisor(list(actors.values()), ingress)
     return Engine(links, device, tokenizer, ingress, executor, scheduler, actors, supervisor)
+
+
+def _ingress(scenario: Scenario, capacity: int, tokenizer: SimLink) -> Ingress:
+    setup = scenario.setup
+    return Ingress(
+        capacity=capacity,
+        limits=LimitsSection(
+            max_requests=setup.max_requests,
+            max_queued_tokens=setup.max_queued_tokens,
+            request_timeout_s=setup.request_timeout_s,
+        ),
+        max_model_len=setup.max_len,
+        vocab_size=VOCAB,
+        rng=random.Random(scenario.seed),
+        tokenizer=tokenizer,
+    )
+
+
+def _device(
+    scenario: Scenario, nan_tokens: dict[int, int], breaks: dict[int, int], mark: Callable[[str], None]
+) -> SimDevice:
+    setup = scenario.setup
+    return SimDevice(
+        num_rows=setup.max_running,
+        num_slots=setup.num_slots,
+        max_len=setup.max_len,
+        page_size=setup.page_size,
+        num_pages=setup.num_pages,
+        num_host_pages=setup.num_host_pages,
+        store=SimStore(scenario.seed, setup.store_faults),
+        nan_tokens=nan_tokens,
+        breaks=breaks,
+        draft=liar_of(setup).draft,
+        mark=mark,
+        num_snapshots=setup.num_snapshots,
+        num_on_host=setup.num_on_host,
+    )

@@ -21,10 +21,10 @@ from engine.workers.group import LOAD_PATIENCE, TICKS, WorkerSlot
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.worker import Reports, WorkerLost
-from tests.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
-from tests.sim.loop import SimDeadlock, SimLivelock, SimLoop
-from tests.sim.luck import luck
-from tests.sim.traffic import KINDS, Traffic
+from server.extensions.chaos.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
+from server.extensions.chaos.sim.loop import SimDeadlock, SimLivelock, SimLoop
+from server.extensions.chaos.sim.luck import luck
+from server.extensions.chaos.sim.traffic import KINDS, SimTraffic
 
 SILENCE_S = 1.0
 LOAD_S = 2.0
@@ -37,7 +37,7 @@ SEEN_S = 0.01  # from a worker's end until it is noticed
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to the worker of a slot.
+    """An event that befalls the worker of a slot.
 
     kind: kill, hang, deaf (it takes nothing), late (the next one there loads for ``seconds``), stop (of the group)."""
 
@@ -83,11 +83,11 @@ def draw(seed: int) -> Plan:
 
 
 class SimWorker:
-    """One worker.  It says that it is there, loads, and does what the traffic of its kind has it do.
+    """One worker.  It reports that it is there, loads, and does the work of its kind.
 
     is_healthy: nothing has befallen it."""
 
-    def __init__(self, world: "World", slot: WorkerSlot[Any, Any], reports: Reports[Any], about: Any) -> None:
+    def __init__(self, world: "WorkerWorld", slot: WorkerSlot[Any, Any], reports: Reports[Any], about: Any) -> None:
         self.slot = slot
         self.world = world
         self.about = about
@@ -107,21 +107,21 @@ class SimWorker:
         self._loop.call_later(self.load_s, self._loaded)
 
     def luck(self, *key: int) -> float:
-        """Of this worker, by key."""
+        """Return this worker's chance, by key."""
         return luck(self.world.plan.seed, self.slot.number, self.life, *key)
 
-    def say(self, message: Message, after_s: float = 0.0) -> None:
-        """To its group, after what it takes and what the link takes."""
+    def send(self, message: Message, after_s: float = 0.0) -> None:
+        """Send to the group, after the time of the work and of the link."""
         self._loop.call_later(after_s, self._send, message)
 
     def put(self, message: Message) -> None:
-        """From its group."""
+        """Take a message of the group."""
         if self.is_deaf:
             raise CallboardError("it takes nothing")
         self._way("to", lambda: self._take(message))
 
     async def end(self) -> None:
-        """See ``Worker``."""
+        """End in order, as ``Worker`` does."""
         self.is_told_to_end = True
         self._way("to", lambda: self._take(Stop()))
         try:
@@ -131,7 +131,7 @@ class SimWorker:
                 self.world.fail(SimStuck(f"{self.slot.name} does not end"))
 
     async def kill(self, *, is_stuck: bool) -> None:
-        """See ``Worker``."""
+        """End at once, as ``Worker`` does."""
         await asyncio.sleep(0.1 * self.luck(2))
         self.world.killed(self)
         self.is_gone = True
@@ -154,7 +154,7 @@ class SimWorker:
             self._way("from", lambda: self._reports.received(message))
 
     def _way(self, way: str, arrive: Callable[[], None]) -> None:
-        """In order, each message after a delay of its own."""
+        """Deliver in order, each message after a delay of its own."""
         self.num_said += 1
         due = max(self._last_due[way], self._loop.time() + 0.02 * self.luck(3, self.num_said))
         self._last_due[way] = due
@@ -162,7 +162,7 @@ class SimWorker:
 
     def _beat(self) -> None:
         if not self.is_gone and not self._over.is_set():
-            self.say(WorkerAlive())
+            self.send(WorkerAlive())
             # While it loads, it may be busy for longer than its silence is borne with later.
             self._loop.call_later(SILENCE_S / 4 if self.is_ready else 3 * SILENCE_S * self.luck(4), self._beat)
 
@@ -172,7 +172,7 @@ class SimWorker:
                 self.world.fail(SimStuck(f"{self.slot.name} loads for {self.load_s:g} s and is waited for"))
             self.is_ready = True
             self._beat()
-            self.say(WorkerReady(num_pages=7))
+            self.send(WorkerReady(num_pages=7))
             self.world.traffic.began(self)
 
     def _take(self, message: Message) -> None:
@@ -186,7 +186,7 @@ class SimWorker:
         self.world.traffic.work(self, message)
 
 
-class World:
+class WorkerWorld:
     """One run.  marks: what has happened in it.  failure: what must not have."""
 
     def __init__(self, plan: Plan) -> None:
@@ -198,7 +198,7 @@ class World:
         self.is_stopped = self.stopped_ready = False
         self.loop = SimLoop(lambda function, arguments: 0.001)
         intensity = RestartIntensity(plan.max_restarts, WINDOW_S)
-        self.traffic: Traffic = KINDS[plan.kind](self, plan.num_workers, intensity, SILENCE_S)
+        self.traffic: SimTraffic = KINDS[plan.kind](self, plan.num_workers, intensity, SILENCE_S)
 
     def fail(self, failure: BaseException) -> None:
         """The first one counts."""
@@ -300,7 +300,7 @@ class World:
 
     def _check_noticed(self, worker: SimWorker, limit_s: float) -> None:
         if not worker.is_gone and not self.is_stopped and not self.traffic.is_dying:
-            self.fail(SimStuck(f"{worker.slot.name} hangs, and nobody has noticed within {limit_s:.1f} s"))
+            self.fail(SimStuck(f"{worker.slot.name} hangs, and its group has not noticed within {limit_s:.1f} s"))
 
     def _stop(self) -> None:
         self.stopped_ready = self.traffic.is_ready
@@ -333,15 +333,15 @@ class World:
             self.marks["given up" if self.traffic.has_started else "failed at the start"] += 1
 
 
-def play(plan: Plan) -> World:
+def play(plan: Plan) -> WorkerWorld:
     """One run."""
-    world = World(plan)
+    world = WorkerWorld(plan)
     world.run()
     return world
 
 
-def explain(world: World) -> str:
-    """What a run failed with, and the fewest faults with which it fails the same way."""
+def explain(world: WorkerWorld) -> str:
+    """Return the failure of a run, and the fewest faults with which it fails the same way."""
     kept = shrink_plan(world.plan)
     few = "\n".join(f"  {number}: {world.plan.faults[number]}" for number in kept)
     return f"seed {world.plan.seed} ({world.plan.kind}) FAILED: {world.failure!r}\nstill so with faults {kept}:\n{few}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tests.sim.luck import MASK, scramble
+from server.extensions.chaos.sim.luck import MASK, scramble
 
 U64 = npt.NDArray[np.uint64]
 
@@ -31,7 +31,7 @@ _TOKEN_SALTS, _POSITION_SALTS, _WEIGHTS = TOKEN_SALT.tolist(), POSITION_SALT.tol
 
 
 def hashes(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> U64:
-    """What each token adds to the chain."""
+    """Return the number that each token adds to the chain."""
     return (TOKEN_SALT[tokens] ^ POSITION_SALT[positions]) * _SPREAD_U64
 
 

@@ -18,13 +18,13 @@ from engine.types.errors import CallboardError, RequestError
 from engine.types.logprobs import TokenLogprobs
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatTurn, Origin
-from tests.sim.codec import text_of
-from tests.sim.luck import luck
-from tests.sim.probe import wrap
-from tests.sim.scenario import Submit
+from server.extensions.chaos.sim.codec import text_of
+from server.extensions.chaos.sim.luck import luck
+from server.extensions.chaos.sim.probe import wrap
+from server.extensions.chaos.sim.scenario import Submit
 
 
-class Client:
+class SimClient:
     """A client.  number: of its operation; also its seed, by which the device knows it."""
 
     def __init__(self, number: int, op: Submit) -> None:

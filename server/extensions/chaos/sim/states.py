@@ -10,8 +10,8 @@ import numpy as np
 
 from engine.features.states.messages import copies_of
 from engine.messages import Step
-from tests.sim.failures import SimIncorrect
-from tests.sim.oracle import U64
+from server.extensions.chaos.sim.failures import SimIncorrect
+from server.extensions.chaos.sim.oracle import U64
 
 LOST = np.uint64(0x105705710571057)
 

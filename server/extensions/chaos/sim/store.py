@@ -4,13 +4,13 @@ Owns: what it keeps, and what it does wrong.  Does not know: what is right.
 """
 
 from engine.features.kv_store.records import DIGEST_BYTES
-from tests.sim.luck import luck
+from server.extensions.chaos.sim.luck import luck
 
 FAULTS = ("raises", "misses", "torn", "foreign")
 
 
 class SimStore:
-    """faults: how often a call goes wrong.  What it keeps is there again after executors were lost."""
+    """A store in memory.  faults: share of bad calls.  Its pages are there again after executors were lost."""
 
     def __init__(self, seed: int, faults: float) -> None:
         self._seed = seed
@@ -19,7 +19,7 @@ class SimStore:
         self._num_calls = 0
 
     def get(self, name: bytes, record: memoryview) -> bool:
-        """See ``KVStore``."""
+        """Read a page, or something else."""
         fault, kept = self._fault(), self._kept.get(name)
         if fault == "raises":
             raise OSError("the store cannot be read")
@@ -34,7 +34,7 @@ class SimStore:
         return True
 
     def put(self, name: bytes, record: memoryview) -> None:
-        """See ``KVStore``."""
+        """Keep a page, or a part of it."""
         fault = self._fault()
         if fault == "raises":
             raise OSError(28, "no space left on the device")
@@ -45,11 +45,11 @@ class SimStore:
             self._kept[name] = kept
 
     def discard(self, name: bytes) -> None:
-        """See ``KVStore``."""
+        """Forget a page."""
         self._kept.pop(name, None)
 
     def close(self) -> None:
-        """See ``KVStore``."""
+        """Do nothing."""
 
     def _fault(self) -> str:
         self._num_calls += 1

@@ -16,14 +16,14 @@ from msgspec.msgpack import encode
 from engine.actors.actor import Mailbox
 from engine.messages import Abort, Admit, Deltas, Failed, Step, StepDone, Stop, Tokenize, Tokens
 from engine.types.notices import Message, Stats
-from tests.sim.luck import luck
+from server.extensions.chaos.sim.luck import luck
 
 GAP_S = 1e-4  # between the messages that a resumed link lets go of: a stalled channel, not a pile on the doormat
 
 
 @dataclass(frozen=True, slots=True)
 class LinkWeather:
-    """How links behave in one run.  usual_s: mean delay.  late: share of messages that take ``late_s`` instead.
+    """The behaviour of links in one run.  usual_s: mean delay.  late: share of messages that take ``late_s`` instead.
     twice: share of aborts that arrive twice.  order: another number gives other delays."""
 
     seed: int
@@ -44,7 +44,7 @@ class SimLink:
         self,
         number: int,
         name: str,
-        target: Mailbox,
+        target: Mailbox[Message],
         weather: LinkWeather,
         op_of: Callable[[int], int],
         watch: Callable[[str, Message], None],
@@ -113,7 +113,7 @@ class SimLink:
             message()
 
     def _let_go(self) -> None:
-        """What fell due during a pause, one by one."""
+        """Deliver the messages that fell due during a pause, one by one."""
         self._letting_go = not self._paused and self._num_due > 0
         if self._letting_go:
             self._deliver()
@@ -140,7 +140,7 @@ class SimLink:
                 return 0
 
 
-class SimMailbox(Mailbox):
+class SimMailbox(Mailbox[Message]):
     """A mailbox that a supervisor may put a Stop into: it arrives after everything sent to the mailbox before it.
 
     That holds by itself where links are mailboxes; here messages may still be under way.  ``links``: those to here."""

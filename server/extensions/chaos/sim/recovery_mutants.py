@@ -14,12 +14,12 @@ from engine.workers.limits import RestartIntensity
 from engine.workers.messages import Handover
 from engine.workers.tokenizers import TokenizerPool
 from engine.workers.worker import WorkerLost
-from tests.sim.mutants import Mutant
-from tests.sim.recovery import SimWorker
+from server.extensions.chaos.sim.mutants import Mutant
+from server.extensions.chaos.sim.recovery import SimWorker
 
 
 def a_lost_worker_is_still_heard(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Generation) -> None:
+    def mutant(self: _Generation[Any, Any]) -> None:
         for life in self.lives:
             life.takes_work = False
 
@@ -27,7 +27,7 @@ def a_lost_worker_is_still_heard(_: Callable[..., None]) -> Callable[..., None]:
 
 
 def a_lost_worker_still_gets_work(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Generation) -> None:
+    def mutant(self: _Generation[Any, Any]) -> None:
         self.is_open = False
 
     return mutant
@@ -50,7 +50,7 @@ def a_loading_worker_is_watched_like_any(tick: Callable[..., str | None]) -> Cal
 
 
 def one_that_loads_too_long_is_waited_for(lost: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Generation, loss: WorkerLost) -> None:
+    def mutant(self: _Generation[Any, Any], loss: WorkerLost) -> None:
         if "did not load" not in str(loss):
             lost(self, loss)
 
@@ -58,7 +58,7 @@ def one_that_loads_too_long_is_waited_for(lost: Callable[..., None]) -> Callable
 
 
 def the_first_that_loads_stands_for_all(heard: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Generation, life: WorkerRun, message: Any) -> None:
+    def mutant(self: _Generation[Any, Any], life: WorkerRun[Any, Any], message: Any) -> None:
         for one in self.lives:
             one.ready = one.ready or life.ready
         heard(self, life, message)
@@ -74,7 +74,7 @@ def the_next_starts_before_the_last_is_gone(_: Callable[..., Any]) -> Callable[.
 
 
 def a_slot_is_filled_again_while_the_engine_ends(live: Callable[..., Any]) -> Callable[..., Any]:
-    async def mutant(self: WorkerGroup, slots: Any) -> Any:
+    async def mutant(self: WorkerGroup[Any, Any], slots: Any) -> Any:
         generations = [slot.life for slot in slots]
         losses = await live(self, slots)
         lives = [slot.life for slot in slots if slot.life not in generations]
@@ -84,7 +84,7 @@ def a_slot_is_filled_again_while_the_engine_ends(live: Callable[..., Any]) -> Ca
 
 
 def a_kill_is_cut_short(give_up: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: WorkerGroup) -> None:
+    def mutant(self: WorkerGroup[Any, Any]) -> None:
         give_up(self)
         for task in asyncio.all_tasks():
             if task.get_name().endswith(".keep"):

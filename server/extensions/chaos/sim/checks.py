@@ -14,14 +14,14 @@ from engine.messages import Abort, Admit, Deltas, Failed, Finish, Step, Tokens
 from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import EngineDied, RequestError
 from engine.types.notices import Message
-from tests.sim.client import Client
-from tests.sim.codec import ALPHABET, text_of
-from tests.sim.device import logprob_of
-from tests.sim.failures import SimIncorrect
-from tests.sim.oracle import as_prompt, continuation
-from tests.sim.probe import Probe
-from tests.sim.scenario import Setup, Submit
-from tests.sim.shares import OUTPUT_COST, Shares
+from server.extensions.chaos.sim.client import SimClient
+from server.extensions.chaos.sim.codec import ALPHABET, text_of
+from server.extensions.chaos.sim.device import logprob_of
+from server.extensions.chaos.sim.failures import SimIncorrect
+from server.extensions.chaos.sim.oracle import as_prompt, continuation
+from server.extensions.chaos.sim.probe import Probe
+from server.extensions.chaos.sim.scenario import SimSetup, Submit
+from server.extensions.chaos.sim.shares import OUTPUT_COST, Shares
 
 
 class Expected(NamedTuple):
@@ -33,7 +33,7 @@ class Expected(NamedTuple):
     stop_reason: str | int | None
 
 
-def expect(op: Submit, setup: Setup) -> Expected:
+def expect(op: Submit, setup: SimSetup) -> Expected:
     """The oracle's output, cut where the request says."""
     most = op.max_tokens if op.max_tokens is not None else setup.longest - len(op.prompt)
     stop_ids = {*op.stop_token_ids, *(() if op.ignore_eos else setup.eos_token_ids)}
@@ -55,7 +55,7 @@ def expect(op: Submit, setup: Setup) -> Expected:
     return Expected(tokens, text, Finish.LENGTH, None)
 
 
-def never_fits(op: Submit, setup: Setup) -> bool:
+def never_fits(op: Submit, setup: SimSetup) -> bool:
     """Whether the request could not run in an empty pool."""
     return len(op.prompt) >= setup.longest or len(op.prompt) + (op.max_tokens or 0) > setup.longest
 
@@ -63,7 +63,7 @@ def never_fits(op: Submit, setup: Setup) -> bool:
 class Checks:
     """Watches one run."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: SimSetup) -> None:
         self._setup = setup
         self._ended: dict[str, set[int]] = {"scheduler>tokenizer": set(), "tokenizer>ingress": set()}
         self._overtaken: Counter[int] = Counter()
@@ -195,7 +195,7 @@ class Checks:
                 raise SimIncorrect(f"request {request_id}: {self._num_tokens[request_id]} tokens sent, {metrics}")
 
     def check_client(
-        self, client: Client, nan_token: int | None, causes: set[str], fatal_token: int | None = None
+        self, client: SimClient, nan_token: int | None, causes: set[str], fatal_token: int | None = None
     ) -> None:
         """A client got what it was promised.  causes: what happened that may have ended it early.
 
@@ -245,7 +245,7 @@ class Checks:
             ):
                 raise SimIncorrect(f"{where}: failed without a cause: {type(error).__name__}: {error}")
 
-    def _check_refusal(self, client: Client, causes: set[str]) -> None:
+    def _check_refusal(self, client: SimClient, causes: set[str]) -> None:
         error, op = client.refusal, client.op
         assert error is not None
         due = {
@@ -262,7 +262,7 @@ class Checks:
         elif not 400 <= error.status < 500:
             raise SimIncorrect(f"operation {client.number}: refused with status {error.status}")
 
-    def _has_failed(self, client: Client, causes: set[str]) -> bool:
+    def _has_failed(self, client: SimClient, causes: set[str]) -> bool:
         """Whether the client's error has a cause in the scenario."""
         match client.error:
             case EngineDied():
@@ -276,7 +276,7 @@ class Checks:
             case _:
                 return False
 
-    def _check_prefix(self, client: Client, expected: Expected, *, whole: bool) -> None:
+    def _check_prefix(self, client: SimClient, expected: Expected, *, whole: bool) -> None:
         where = f"operation {client.number}"
         tokens = expected.tokens[: len(client.tokens)]
         if client.tokens != tokens or (whole and len(client.tokens) != len(expected.tokens)):
@@ -297,7 +297,7 @@ class Checks:
         if not expected.text.startswith(text) or (whole and text != expected.text):
             raise SimIncorrect(f"{where}: text {text!r}, expected {expected.text!r}")
 
-    def _check_logprobs(self, client: Client) -> None:
+    def _check_logprobs(self, client: SimClient) -> None:
         if not client.op.logprobs:
             return
         entries = [(entry.sampled.token_id, entry.sampled.logprob, entry.top[0].token_id) for entry in client.logprobs]
@@ -306,7 +306,7 @@ class Checks:
         if entries != expected:
             raise SimIncorrect(f"operation {client.number}: log probabilities {entries}, expected {expected}")
 
-    def _check_end(self, client: Client, expected: Expected) -> None:
+    def _check_end(self, client: SimClient, expected: Expected) -> None:
         where, usage = f"operation {client.number}", client.usage
         if (client.finish, client.stop_reason) != (expected.finish, expected.stop_reason):
             raise SimIncorrect(
@@ -322,12 +322,12 @@ class Checks:
         if usage.created_tokens % self._setup.page_size or num_rest < 0:
             raise SimIncorrect(f"{where}: {usage.created_tokens} tokens were put into the cache, {usage}")
 
-    def check_sharing(self, clients: Sequence[Client]) -> None:
+    def check_sharing(self, clients: Sequence[SimClient]) -> None:
         """No client has found more in the cache than one of the same salt and adapter could have left there."""
         page = self._setup.page_size
         texts: dict[int, np.ndarray] = {}
 
-        def whole(client: Client) -> np.ndarray:
+        def whole(client: SimClient) -> np.ndarray:
             if client.number not in texts:
                 prompt = as_prompt(client.op.prompt)
                 most = max(0, self._setup.longest - len(prompt))

@@ -1,7 +1,7 @@
-"""What tenants have got of an engine that shares itself out, counted beside ``policy.fair``.
+"""The service of tenants of an engine that shares itself out, counted beside ``policy.fair``.
 
 Owns: what each was served while another one waited, and by how much that may differ.  Does not know: the policy.
-A tenant begins to wait with a counter that its own service alone has raised above the lowest one.  So whoever starts
+A tenant begins to wait with a counter that its own service alone has raised above the lowest one.  So one that starts
 while it waits has got no more since than the tenant itself, and than it had got before.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from engine.messages import Step
 from engine.scheduling.rows import Sequence as Request
-from tests.sim.failures import SimIncorrect
+from server.extensions.chaos.sim.failures import SimIncorrect
 
 OUTPUT_COST = 2  # of a token, to ``policy.fair``
 
@@ -28,7 +28,9 @@ class Wait:
 
 
 class Shares:
-    """slack: what tokens that have come out and are not told yet may cost."""
+    """The accounts of all tenants.
+
+    slack: the cost of tokens that have been computed and not been reported yet."""
 
     def __init__(self, slack: int) -> None:
         self.waits: dict[str, Wait] = {}
@@ -45,11 +47,11 @@ class Shares:
                 wait.gains[tenant] += cost
 
     def planned(self, step: Step, started: Sequence[Request], waiting: Collection[Request]) -> None:
-        """Raise SimIncorrect if somebody starts whose turn it is not.  waiting: who still does."""
+        """Raise SimIncorrect if a request starts out of turn.  waiting: those that still wait."""
         ids: dict[str, set[int]] = {}
         for one in waiting:
             ids.setdefault(one.tenant, set()).add(one.request_id)
-        # Who has waited without a break since the step before.
+        # Those that have waited without a break since the step before.
         self.waits = {tenant: wait for tenant, wait in self.waits.items() if wait.waiting & ids.get(tenant, set())}
         for request, admission in zip(started, step.admissions, strict=True):
             tenant, is_new = request.tenant, request.request_id not in self._tenants

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from engine.features.late_masks.planner import LateMasks
 from engine.messages import Step, StepDone
-from engine.sampling.constraints import LATE_MASKS
 from engine.scheduling.step_builder import InFlight
-from tests.sim.failures import SimIncorrect
+from server.extensions.chaos.sim.failures import SimIncorrect
 
 
 class LateRows:
@@ -39,8 +39,8 @@ class LateRows:
 
     def completed(self, done: StepDone, record: InFlight, behind: Sequence[InFlight]) -> None:
         """Note a result.  behind: the steps in flight behind it."""
-        if LATE_MASKS in done.parts:
-            told = set(msgspec.msgpack.decode(done.parts[LATE_MASKS], type=tuple[int, ...]))
+        if LateMasks.part in done.parts:
+            told = set(msgspec.msgpack.decode(done.parts[LateMasks.part], type=tuple[int, ...]))
             self._late = told & self._sampled
             self._slow -= sampled_in([record]) - told - sampled_in(behind)
             self._slow |= self._late

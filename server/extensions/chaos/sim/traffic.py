@@ -1,6 +1,6 @@
 """The work that simulated workers of each kind are given by the engine's own owners, and what must hold of it.
 
-Owns: those around an owner (scheduler, ingress, tokenizer), as doubles that check what they hear.
+Owns: those around an owner (scheduler, ingress, tokenizer), as doubles that check what they get.
 Does not know: what befalls the workers, when.
 """
 
@@ -21,30 +21,30 @@ from engine.workers.group import WorkerGroup, WorkerSlot
 from engine.workers.limits import RestartIntensity
 from engine.workers.tokenizers import TokenizerPool
 from engine.workers.worker import WorkerLost
-from tests.sim import probe
-from tests.sim.failures import SimIncorrect
+from server.extensions.chaos.sim import probe
+from server.extensions.chaos.sim.failures import SimIncorrect
 
 if TYPE_CHECKING:
-    from tests.sim.recovery import SimWorker, World
+    from server.extensions.chaos.sim.recovery import SimWorker, WorkerWorld
 
 WORK_S = 0.05
 EVERY_S = 0.3  # between pieces of work
 
 
-class Link:
+class SimWire:
     """Calls a function with what is put."""
 
     def __init__(self, put: Callable[[Any], None]) -> None:
         self.put = put
 
 
-class Traffic:
+class SimTraffic:
     """One owner and those around it."""
 
     is_one_for_all = False
     owner: Any
 
-    def __init__(self, world: "World", owner: Any) -> None:
+    def __init__(self, world: "WorkerWorld", owner: Any) -> None:
         self.world = world
         self.owner = owner
         self.group: WorkerGroup[Any, Any] = owner._group
@@ -70,7 +70,7 @@ class Traffic:
         """A worker has loaded."""
 
     def check_lost(self, slots: Sequence[WorkerSlot[Any, Any]]) -> None:
-        """What must hold when the owner has heard of a loss."""
+        """Check what must hold when the owner has noticed a loss."""
 
     async def run(self) -> None:
         """The owner, and work for its workers."""
@@ -81,7 +81,7 @@ class Traffic:
             giving.cancel()
 
     def stop(self) -> None:
-        """As the supervisor does it."""
+        """Stop as the supervisor does it."""
         self.owner.inbox.put(Stop())
 
     @property
@@ -123,27 +123,27 @@ class Traffic:
         self.check_lost(slots)
 
 
-class ExecutorTraffic(Traffic):
+class ExecutorTraffic(SimTraffic):
     """Steps, each to all ranks, one after the other.  A result names the worker that it comes from."""
 
     is_one_for_all = True
 
-    def __init__(self, world: "World", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
+    def __init__(self, world: "WorkerWorld", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
         self.can_kill, self.silence_s, self.join_s = True, silence_s, 0.0
         executors = Executors(num_ranks=num_workers, placement=self, intensity=intensity, step_timeout_s=2 * silence_s)
         super().__init__(world, executors)
-        executors.connect(Link(self._hear))
+        executors.connect(SimWire(self._receive))
         self._is_there = False
         self._num_sent = 0
         self._waiting: set[int] = set()
 
     def generation(self, settings: GenerationSettings) -> Any:
-        """See ``ExecutorPlacement``."""
+        """Start a worker, as ``ExecutorPlacement`` does."""
         return nullcontext(self.world.start)
 
     def work(self, worker: "SimWorker", message: Message) -> None:
         assert isinstance(message, Step)
-        worker.say(
+        worker.send(
             StepDone(rank=worker.slot.number, step_id=message.step_id, token_ids=worker.life.to_bytes(4, "little")),
             WORK_S,
         )
@@ -159,7 +159,7 @@ class ExecutorTraffic(Traffic):
     def is_working(self) -> bool:
         return bool(self._waiting)
 
-    def _hear(self, message: ExecutorsReady | StepDone | ExecutorsLost) -> None:
+    def _receive(self, message: ExecutorsReady | StepDone | ExecutorsLost) -> None:
         match message:
             case ExecutorsReady():
                 if self._is_there or not all(one.is_ready for one in self.world.living):
@@ -176,10 +176,10 @@ class ExecutorTraffic(Traffic):
                 self._waiting.discard(rank)
 
 
-class TokenizerTraffic(Traffic):
+class TokenizerTraffic(SimTraffic):
     """Requests that are encoded, get one token, and end."""
 
-    def __init__(self, world: "World", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
+    def __init__(self, world: "WorkerWorld", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
         pool = TokenizerPool(
             capacity=1000,
             num_processes=num_workers,
@@ -188,7 +188,7 @@ class TokenizerTraffic(Traffic):
             silence_timeout_s=silence_s,
         )
         super().__init__(world, pool)
-        pool.connect(scheduler=Link(self._schedule), ingress=Link(self._hear))
+        pool.connect(scheduler=SimWire(self._schedule), ingress=SimWire(self._receive))
         self._num_asked = 0
         self._open: set[int] = set()
         self._scheduled: set[int] = set()
@@ -197,10 +197,10 @@ class TokenizerTraffic(Traffic):
     def work(self, worker: "SimWorker", message: Message) -> None:
         match message:
             case Tokenize(request_id=request_id):
-                worker.say(Admit(request_id=request_id, token_ids=bytes(4), params=SamplingParams()), WORK_S)
+                worker.send(Admit(request_id=request_id, token_ids=bytes(4), params=SamplingParams()), WORK_S)
             case Tokens():
                 for request_id in np.frombuffer(message.request_ids, dtype=np.int64).tolist():
-                    worker.say(Deltas(deltas=(Delta(request_id=request_id, text="x", finish=Finish.LENGTH),)), WORK_S)
+                    worker.send(Deltas(deltas=(Delta(request_id=request_id, text="x", finish=Finish.LENGTH),)), WORK_S)
 
     def give_work(self) -> None:
         for _ in range(3):
@@ -214,7 +214,7 @@ class TokenizerTraffic(Traffic):
 
     def check_lost(self, slots: Sequence[WorkerSlot[Any, Any]]) -> None:
         if self._are_there and len(self.lost_slots) == len(self.group.slots):
-            raise SimIncorrect("no tokenizer is left, and ingress was not told")
+            raise SimIncorrect("no tokenizer is left, and ingress was not notified")
 
     def _schedule(self, message: Admit | Abort) -> None:
         if isinstance(message, Abort):
@@ -231,7 +231,7 @@ class TokenizerTraffic(Traffic):
             ids = np.array([request_id], dtype=np.int64).tobytes()
             self.owner.inbox.put(Tokens(request_ids=ids, token_ids=bytes(4), finishes=bytes([Finish.LENGTH])))
 
-    def _hear(self, message: Deltas | Failed | TokenizersReady | TokenizersLost) -> None:
+    def _receive(self, message: Deltas | Failed | TokenizersReady | TokenizersLost) -> None:
         match message:
             case Deltas():
                 self._end(*(one.request_id for one in message.deltas))
@@ -250,13 +250,13 @@ class TokenizerTraffic(Traffic):
             self._open.discard(request_id)
 
 
-class FrontendTraffic(Traffic):
+class FrontendTraffic(SimTraffic):
     """Requests that a frontend opens, and that end."""
 
-    def __init__(self, world: "World", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
+    def __init__(self, world: "WorkerWorld", num_workers: int, intensity: RestartIntensity, silence_s: float) -> None:
         ingress = RemoteIngress(
             capacity=1000,
-            tokenizer=Link(self._hear),
+            tokenizer=SimWire(self._receive),
             start=world.start,
             intensity=intensity,
             silence_timeout_s=silence_s,
@@ -279,12 +279,12 @@ class FrontendTraffic(Traffic):
         if isinstance(message, Deltas):
             for delta in message.deltas:
                 if self._by_worker[delta.request_id] != worker.life:
-                    raise SimIncorrect(f"a frontend hears of request {delta.request_id}, which was another one's")
+                    raise SimIncorrect(f"a frontend gets request {delta.request_id}, which was another one's")
 
     def give_work(self) -> None:
-        (worker,) = self.world.living or [None]
+        worker = next(iter(self.world.living), None)
         if worker is not None and worker.is_ready and worker.slot.is_ready:
-            worker.say(Tokenize(request_id=self._next_id, params=SamplingParams(), text=str(worker.life)))
+            worker.send(Tokenize(request_id=self._next_id, params=SamplingParams(), text=str(worker.life)))
             self._next_id += 1
 
     @property
@@ -299,7 +299,7 @@ class FrontendTraffic(Traffic):
         if self._open or self.owner.num_open:
             raise SimIncorrect(f"the frontend is lost, and requests {sorted(self._open)} go on")
 
-    def _hear(self, message: Tokenize | Abort) -> None:
+    def _receive(self, message: Tokenize | Abort) -> None:
         if isinstance(message, Abort):
             self._open.discard(message.request_id)
             return
@@ -315,7 +315,7 @@ class FrontendTraffic(Traffic):
             self.owner.inbox.put(Deltas(deltas=(Delta(request_id=request_id, text="x", finish=Finish.LENGTH),)))
 
 
-KINDS: dict[str, Callable[..., Traffic]] = {
+KINDS: dict[str, Callable[..., SimTraffic]] = {
     "executors": ExecutorTraffic,
     "tokenizers": TokenizerTraffic,
     "frontend": FrontendTraffic,

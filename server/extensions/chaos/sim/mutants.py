@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import pytest
 
 import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
@@ -24,7 +23,8 @@ from engine.features.lora.planner import LoraPlanner
 from engine.features.lora.slots import AdapterSlots
 from engine.features.quarantine.suspects import Quarantine
 from engine.features.shared_prefix.planner import SharedPrefixPlanner
-from engine.features.speculation.planner import NAME, SpeculationPlanner
+from engine.features.speculation.messages import NAME
+from engine.features.speculation.planner import SpeculationPlanner
 from engine.kv.match import Match
 from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
@@ -49,9 +49,16 @@ def planted(mutant: Mutant, mutants: "dict[Mutant, tuple[Any, str]] | None" = No
     """The bug is there within this context.  mutants: where it is found, these by default."""
     owner, name = (MUTANTS if mutants is None else mutants)[mutant]
     assert hasattr(owner, name), f"{owner} has no {name} any more: plant {mutant.__name__} elsewhere"
-    with pytest.MonkeyPatch.context() as patch:  # which leaves an inherited method inherited
-        patch.setattr(owner, name, mutant(getattr(owner, name)))
+    is_own = name in vars(owner)  # an inherited method stays inherited
+    before, method = vars(owner).get(name), getattr(owner, name)
+    setattr(owner, name, mutant(method))
+    try:
         yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 # ---- pages --------------------------------------------------------------------------------------
@@ -320,8 +327,8 @@ def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -
 def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: Completions, row: int) -> int:
         # Where the row goes on, keys and values are still those of the token that was rejected there.
-        speculating = [one for one in self.features.all if isinstance(one, SpeculationPlanner)]
-        return num_done(self, row) + any(row in one._guesses._lines for one in speculating)
+        speculating = [one for one in self._features.all if isinstance(one, SpeculationPlanner)]
+        return num_done(self, row) + any(row in getattr(one._guesses, "_lines", ()) for one in speculating)
 
     return mutant
 
@@ -372,7 +379,7 @@ def the_cache_outlives_the_device(_: Callable[..., None]) -> Callable[..., None]
 
 def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: Planner, **how: bool) -> None:
-        running = [sequence for sequence in self._requests.open.values() if sequence.row >= 0]
+        running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
         restart(self, **how)
         for sequence in running:
             self._prefills.forget(sequence)

@@ -8,26 +8,27 @@ a fault that is always there hides what happens without it.
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from tests.scheduling.liars import KINDS
-from tests.sim.codec import text_of
-from tests.sim.links import LinkWeather
-from tests.sim.oracle import ADAPTERS, VOCAB, as_prompt, continuation
-from tests.sim.scenario import (
+from server.extensions.chaos.sim.codec import text_of
+from server.extensions.chaos.sim.liars import KINDS
+from server.extensions.chaos.sim.links import LinkWeather
+from server.extensions.chaos.sim.oracle import ADAPTERS, VOCAB, as_prompt, continuation
+from server.extensions.chaos.sim.scenario import (
     ACTORS,
     LINKS,
     Break,
     Cancel,
     Crash,
-    Drain,
+    DrainEngine,
     Hang,
     Jump,
     Lose,
     NaN,
     Op,
-    Pause,
+    PauseLink,
     Scenario,
-    Setup,
+    SimSetup,
     Submit,
 )
 
@@ -44,7 +45,7 @@ def draw(seed: int, order: int = 0) -> Scenario:
     return replace(scenario, seed=seed, setup=_with_states(scenario.setup, random.Random(f"states {seed}")))
 
 
-def _with_states(setup: Setup, rng: random.Random) -> Setup:
+def _with_states(setup: SimSetup, rng: random.Random) -> SimSetup:
     """Return the setup of an engine whose model has states: no store has pages of it."""
     usual = setup.max_running + setup.num_pages // rng.choice((2, 8))
     return replace(
@@ -155,7 +156,7 @@ class _Draw:
                 at += rng.expovariate(1.0) * self.span_s / 12
             prompt = self._prompt()
             adapter = self.adapter_rng.choice(self.adapters)
-            fields: dict = {}
+            fields: dict[str, Any] = {}
             if rng.random() < text:
                 fields["kind"] = rng.choice(("text", "turns"))
             max_tokens: int | None = rng.randint(1, 2 if index < lulled else self.longest_output)
@@ -204,7 +205,7 @@ class _Draw:
 
     # ---- the engine -------------------------------------------------------------------------
 
-    def _draw_setup(self) -> Setup:
+    def _draw_setup(self) -> SimSetup:
         rng, page = self.rng, self.page_size
         submits = [op for op in self.ops if isinstance(op, Submit)]
         sizes = [
@@ -231,7 +232,7 @@ class _Draw:
             late_s=late_s * pace,
             twice=rng.choice((0.0, 0.5)),
         )
-        return Setup(
+        return SimSetup(
             page_size=page,
             num_pages=num_pages,
             num_host_pages=rng.choice((0, 0, max(1, num_pages // 4), num_pages * 2)),
@@ -262,7 +263,7 @@ class _Draw:
             weather=weather,
         )
 
-    def _share_out(self, setup: Setup) -> Setup:
+    def _share_out(self, setup: SimSetup) -> SimSetup:
         """Some engines are shared by tenants, one of which asks for ten times as much.  By dice of their own."""
         rng = random.Random(f"tenants {self.seed}")
         if rng.random() >= 0.2:
@@ -274,7 +275,7 @@ class _Draw:
 
     # ---- faults -----------------------------------------------------------------------------
 
-    def _draw_faults(self, setup: Setup) -> None:
+    def _draw_faults(self, setup: SimSetup) -> None:
         rng = self.rng
         moment: Callable[[], float] = lambda: rng.uniform(0.0, self.end_at + 0.3)  # noqa: E731
         submits = [number for number, op in enumerate(self.ops) if isinstance(op, Submit)]
@@ -287,7 +288,7 @@ class _Draw:
         if rng.random() < 0.2:
             begin = moment()
             for link in rng.sample(LINKS, rng.randint(1, len(LINKS))):  # one after another, back in any order
-                self.ops.append(Pause(begin + rng.uniform(0, 0.5), link, rng.choice((0.05, 0.5, 3.0))))
+                self.ops.append(PauseLink(begin + rng.uniform(0, 0.5), link, rng.choice((0.05, 0.5, 3.0))))
         if rng.random() < 0.08:
             self.ops.append(Hang(moment(), rng.choice((0.5, 5.0, 40.0))))
         if rng.random() < 0.06:
@@ -296,9 +297,9 @@ class _Draw:
             self.ops.append(Crash(moment(), rng.choice(ACTORS)))
         if rng.random() < 0.12:
             at = moment()
-            self.ops.append(Drain(at, rng.choice((0.0, 0.05, 1.0, 30.0))))
+            self.ops.append(DrainEngine(at, rng.choice((0.0, 0.05, 1.0, 30.0))))
             if rng.random() < 0.4:
-                self.ops.append(Drain(at + rng.uniform(0.0, 0.5), 0.0))
+                self.ops.append(DrainEngine(at + rng.uniform(0.0, 0.5), 0.0))
         if rng.random() < 0.15:
             for _ in range(rng.randint(1, 3)):
                 self.ops.append(Lose(moment(), rng.choice((0.001, 0.1, 1.0))))

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from engine.features.states.messages import NAME, StateCopies
-from engine.features.states.planner import Copy, StatesPlanner
-from engine.features.states.slots import SnapshotSlots
+from engine.features.states.planner import StatesPlanner
+from engine.features.states.slots import Copy, SnapshotSlots
 from engine.features.states.tree import StateTree
 from engine.kv.match import Match
 from engine.kv.node import Handle, Node
@@ -19,12 +19,13 @@ from engine.kv.pages import Pages
 from engine.scheduling.completions import Completions
 from engine.scheduling.rows import Rows
 from engine.scheduling.step_builder import InFlight, StepBuilder
-from tests.sim.mutants import Mutant
+from server.extensions.chaos.sim.mutants import Mutant
 
 
 def a_snapshot_is_taken_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
     def mutant(self: StatesPlanner, rows: Rows) -> Rows:
-        return rows[(self._table.num_computed[rows] - 1) % self._page_size == 0]
+        late: Rows = rows[(self._table.num_computed[rows] - 1) % self._page_size == 0]
+        return late
 
     return mutant
 

@@ -6,7 +6,7 @@ The list is explicit, so that parts of it can be left out.
 
 from dataclasses import dataclass, field
 
-from tests.sim.links import LinkWeather
+from server.extensions.chaos.sim.links import LinkWeather
 
 LINKS = (
     "ingress>tokenizer",
@@ -21,7 +21,7 @@ ACTORS = ("tokenizer", "scheduler", "executor0", "ingress")
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class SimSetup:
     """One engine.  num_slots: for adapters.
 
     store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls.
@@ -116,7 +116,7 @@ class Break:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class PauseLink:
     """A link passes nothing on for a while."""
 
     at: float
@@ -160,14 +160,14 @@ class Jump:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainEngine:
     """Orderly shutdown, with ``seconds`` for those that run."""
 
     at: float
     seconds: float
 
 
-Op = Submit | Cancel | NaN | Break | Pause | Hang | Lose | Crash | Jump | Drain
+Op = Submit | Cancel | NaN | Break | PauseLink | Hang | Lose | Crash | Jump | DrainEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Scenario:
     """All that happens in a run.  ops: each under the number it has in the full list, in order of time."""
 
     seed: int
-    setup: Setup
+    setup: SimSetup
     ops: dict[int, Op] = field(default_factory=dict)
 
     def only(self, kept: list[int]) -> "Scenario":

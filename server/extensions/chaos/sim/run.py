@@ -1,10 +1,10 @@
 """Replays one seed, or sweeps over many on several processes.
 
-    python -m tests.sim run --seed N [--order K] [--ops i,j,k]     one run, told message by message
+    python -m tests.sim run --seed N [--order K] [--ops i,j,k]     one run, message by message
     python -m tests.sim sweep --seeds N [--jobs J] [--first N]     until N runs counted; shrinks the first failure
 
 Owns: the command line, worker processes, the summary.  Does not know: what happens in a run.
-A run counts if scarce things happened in it; see ``Outcome.counts``.
+A run counts if scarce things happened in it; see ``RunOutcome.counts``.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from engine.features.recording.shrink import shrink
-from tests.sim.dice import draw
-from tests.sim.failures import SimStuck
-from tests.sim.scenario import describe
-from tests.sim.world import Outcome, World
+from server.extensions.chaos.sim.dice import draw
+from server.extensions.chaos.sim.failures import SimStuck
+from server.extensions.chaos.sim.scenario import describe
+from server.extensions.chaos.sim.world import RunOutcome, World
 
 REPOSITORY = Path(__file__).parents[2]
 CPU_LIMIT_S = 30.0
@@ -88,7 +88,7 @@ MARKS = (
 
 def play_seed(
     seed: int, order: int = 0, ops: list[int] | None = None, log: Callable[[str], None] | None = None
-) -> tuple[Outcome, Exception | None]:
+) -> tuple[RunOutcome, Exception | None]:
     """One run, and what it failed with."""
     scenario = draw(seed, order)
     if ops is not None:
@@ -122,8 +122,8 @@ def shrink_seed(seed: int, limit_s: float = 60.0) -> tuple[list[int], int]:
     return shrink(list(draw(seed).ops), SHRINK_ORDERS, fails, limit_s)
 
 
-def explain(failures: Sequence[Outcome], limit_s: float = 60.0) -> str:
-    """What the first of these failed with, the command that shows it, and another that shows less of it.
+def explain(failures: Sequence[RunOutcome], limit_s: float = 60.0) -> str:
+    """Return the failure of the first of these, the command that shows it, and another that shows less of it.
 
     limit_s: for shrinking."""
     first = min(failures, key=lambda outcome: outcome.seed)
@@ -158,7 +158,7 @@ def _cpu_limit() -> Iterator[None]:
 
 @dataclass
 class Sweep:
-    """What a sweep has seen.  marks: in how many runs each happened."""
+    """The findings of a sweep.  marks: in how many runs each happened."""
 
     num_runs: int = 0
     num_counted: int = 0
@@ -166,9 +166,9 @@ class Sweep:
     num_requests: int = 0
     virtual_s: float = 0.0
     marks: Counter[str] = field(default_factory=Counter)
-    failures: list[Outcome] = field(default_factory=list)
+    failures: list[RunOutcome] = field(default_factory=list)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: RunOutcome) -> None:
         """Take in one run."""
         self.num_runs += 1
         self.num_counted += outcome.counts
@@ -185,13 +185,13 @@ class Sweep:
         return [mark for mark in MARKS if not self.marks[mark]]
 
 
-def sweep(num_seeds: int, jobs: int, first: int = 0, on_run: Callable[[Outcome], None] | None = None) -> Sweep:
+def sweep(num_seeds: int, jobs: int, first: int = 0, on_run: Callable[[RunOutcome], None] | None = None) -> Sweep:
     """Runs seeds from ``first`` on until ``num_seeds`` have counted, on ``jobs`` processes; ends early at a failure.
 
     Each process takes every ``jobs``-th seed until it has its share, so which seeds run does not depend on timing."""
     shares = [num_seeds // jobs + (index < num_seeds % jobs) for index in range(jobs)]
     result = Sweep()
-    decoder = msgspec.json.Decoder(Outcome)
+    decoder = msgspec.json.Decoder(RunOutcome)
     workers: list[subprocess.Popen[bytes]] = []
     adding = Lock()
 

@@ -19,21 +19,33 @@ from engine.messages import Step, Stop, Tokenize
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.types.notices import Message, Reconfigure
-from tests.sim import probe
-from tests.sim.assembly import assemble
-from tests.sim.checks import Checks
-from tests.sim.client import Client
-from tests.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
-from tests.sim.loop import SimDeadlock, SimLivelock, SimLoop
-from tests.sim.luck import luck
-from tests.sim.quiet import check_books, check_quiet
-from tests.sim.scenario import Break, Cancel, Crash, Drain, Hang, Jump, Lose, NaN, Pause, Scenario, Submit
+from server.extensions.chaos.sim import probe
+from server.extensions.chaos.sim.assembly import assemble
+from server.extensions.chaos.sim.checks import Checks
+from server.extensions.chaos.sim.client import SimClient
+from server.extensions.chaos.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
+from server.extensions.chaos.sim.loop import SimDeadlock, SimLivelock, SimLoop
+from server.extensions.chaos.sim.luck import luck
+from server.extensions.chaos.sim.quiet import check_books, check_quiet
+from server.extensions.chaos.sim.scenario import (
+    Break,
+    Cancel,
+    Crash,
+    DrainEngine,
+    Hang,
+    Jump,
+    Lose,
+    NaN,
+    PauseLink,
+    Scenario,
+    Submit,
+)
 
 LIVENESS_S = 60.0
 POLL_S = 0.05
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RunOutcome(msgspec.Struct, frozen=True):
     """The outcome of a run.  digest: of every message and when it was sent.  failure: its kind and message."""
 
     seed: int
@@ -91,7 +103,7 @@ class World:
         self.scenario = scenario
         self.setup = scenario.setup
         self.marks: Counter[str] = Counter()
-        self.clients: dict[int, Client] = {}
+        self.clients: dict[int, SimClient] = {}
         self.nan_tokens: dict[int, int] = {}
         self.breaks: dict[int, int] = {}
         self.causes: set[str] = set()
@@ -171,7 +183,7 @@ class World:
 
     # ---- the run ----------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Carry out the scenario.  Never raises what the engine did wrong; the outcome says it."""
         level = logging.root.manager.disable
         logging.disable(logging.CRITICAL)  # crashes are meant here
@@ -188,7 +200,7 @@ class World:
         for link in self.engine.links.values():
             digest = zlib.crc32(link.digest.to_bytes(4, "little"), digest)
         failure = self._failure
-        return Outcome(
+        return RunOutcome(
             seed=self.scenario.seed,
             digest=digest,
             virtual_s=self.loop.time(),
@@ -260,7 +272,7 @@ class World:
                 self.nan_tokens[request + 1] = token
             case Break(request=request, token=token):
                 self.breaks[request + 1] = token
-            case Pause(link=name, seconds=seconds):
+            case PauseLink(link=name, seconds=seconds):
                 self.mark("pause")
                 link = self.engine.links[name]
                 link.pause()
@@ -286,14 +298,14 @@ class World:
                 self.mark("clock jump")
                 self.loop.jump(seconds)
                 self.causes |= {"timeout", "clock jump"}
-            case Drain(seconds=seconds):
+            case DrainEngine(seconds=seconds):
                 self.mark("second stop" if self._stops else "drain")
                 self.causes.add("drain")
                 self._stops.append(asyncio.ensure_future(self.engine.supervisor.stop(seconds)))
 
     def _open(self, number: int, op: Submit) -> None:
         self._opening = number
-        client = self.clients[number] = Client(number, op)
+        client = self.clients[number] = SimClient(number, op)
         full = probe.num_in_house(self.engine.ingress) >= self.setup.max_requests
         # At least what ingress estimates, which for a text is a quarter of its length and one.
         full = full or probe.queued_tokens(self.engine.ingress) + len(op.prompt) + 1 > self.setup.max_queued_tokens
@@ -316,11 +328,15 @@ class World:
 
         def forget_steps() -> None:
             # Steps that have just arrived are in the mailbox, to be handled first.
-            self.engine.links["scheduler>executor"].call_behind(
-                lambda: self.loop.call_soon(self.engine.executor.come_back)
-            )
+            self.engine.links["scheduler>executor"].call_behind(come_back)
 
-        self.engine.links["executor>scheduler"].call_behind(lambda: self.loop.call_later(seconds, forget_steps))
+        def come_back() -> None:
+            self.loop.call_soon(self.engine.executor.come_back)
+
+        def wait() -> None:
+            self.loop.call_later(seconds, forget_steps)
+
+        self.engine.links["executor>scheduler"].call_behind(wait)
 
     async def _wait_until_all_ended(self) -> None:
         self._calm_at = max(self._calm_at, self.loop.time())
@@ -387,7 +403,7 @@ class World:
         assert self.probe is not None
         return {"drain", "clock jump"} <= self.causes and self.probe.planner.num_in_flight > 0
 
-    def _read_at_last(self, client: Client) -> None:
+    def _read_at_last(self, client: SimClient) -> None:
         """A client that has never read does so now: everything must be there."""
         if client.op.reader != "never" or client.cancelled:
             return

@@ -1,7 +1,7 @@
-"""How a simulated run may fail; three kinds, since they are looked for in different places.
+"""The failures of a simulated run; three kinds, since each is looked for in another place.
 
 SimFailure
-├── SimCrash       something raised that nobody asked to
+├── SimCrash       an exception that no operation planted
 ├── SimIncorrect   a wrong token, a page with two owners, a request that ends twice
 └── SimStuck       something that never ends
 """
@@ -12,7 +12,7 @@ class SimFailure(Exception):
 
 
 class SimCrash(SimFailure):
-    """Something raised that nobody asked to."""
+    """An exception that no operation planted."""
 
 
 class SimIncorrect(SimFailure):

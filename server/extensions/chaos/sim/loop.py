@@ -6,6 +6,7 @@ pure function of the program, and an hour passes in an instant.
 
 import asyncio
 from asyncio import base_events
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
@@ -22,7 +23,7 @@ class SimLivelock(Exception):
 
 
 class _VirtualSelector:
-    """What the loop asks for events: there are none, so waiting means that time passes."""
+    """The selector of the loop: there are no events, so waiting means that time passes."""
 
     def __init__(self, loop: "SimLoop") -> None:
         self._loop = loop
@@ -36,7 +37,12 @@ class _VirtualSelector:
 
 
 class SimLoop(base_events.BaseEventLoop):
-    """thread_delay_s: how long a function runs in a "thread": inline, after that much virtual time."""
+    """An event loop with a clock of its own.
+
+    thread_delay_s: how long a function runs in a "thread": inline, after that much virtual time."""
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self, thread_delay_s: Callable[[Callable[..., Any], tuple[Any, ...]], float]) -> None:
         super().__init__()
@@ -63,17 +69,19 @@ class SimLoop(base_events.BaseEventLoop):
             self._num_at_once = 0
         self._num_at_once += len(self._ready)
         if self._num_at_once > MOST_CALLBACKS_AT_ONCE:
-            count, self._num_at_once = self._num_at_once, 0  # whoever cleans up has to run something too
+            count, self._num_at_once = self._num_at_once, 0  # the clean-up has to run something too
             raise SimLivelock(f"{count} callbacks at t={self._now:g} s, and time does not advance")
 
-    def create_task(
+    def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
         """Names count per loop: the default ones count over the whole process and would differ in a replay."""
         self._num_tasks += 1
         return super().create_task(coro, name=name or f"task-{self._num_tasks}", context=context)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """Run inline, later."""
         future = self.create_future()
 

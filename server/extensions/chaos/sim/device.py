@@ -17,6 +17,7 @@ from engine.actors.inboxes import ExecutorInbox, FromExecutor
 from engine.features.host_tier.messages import transfers_of
 from engine.features.kv_store.messages import FetchPages, PagesFetched, moves_of
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
+from engine.features.late_masks.planner import LateMasks
 from engine.features.lora.files import NAME as LORA
 from engine.features.lora.files import Placement
 from engine.features.speculation.messages import DRAFTED, drafted_part, proposals_of
@@ -24,14 +25,13 @@ from engine.features.speculation.messages import NAME as SPECULATION
 from engine.kv.node import chained
 from engine.kv.pages import Pages
 from engine.messages import FeatureRequest, Step, StepDone, StepExtras
-from engine.sampling.constraints import LATE_MASKS
 from engine.types.logprobs import Logprobs
 from engine.types.notices import ExecutorsLost, ExecutorsReady
-from tests.sim.failures import SimIncorrect
-from tests.sim.luck import luck
-from tests.sim.oracle import ADAPTER_SALT, U64, VOCAB, WEIGHT, hashes, next_tokens
-from tests.sim.states import SimStates
-from tests.sim.store import SimStore
+from server.extensions.chaos.sim.failures import SimIncorrect
+from server.extensions.chaos.sim.luck import luck
+from server.extensions.chaos.sim.oracle import ADAPTER_SALT, U64, VOCAB, WEIGHT, hashes, next_tokens
+from server.extensions.chaos.sim.states import SimStates
+from server.extensions.chaos.sim.store import SimStore
 
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
 SLOW_GRAMMARS = 0x51DE  # a key of luck
@@ -234,8 +234,9 @@ class SimDevice:
 
     def _forward(self, step: Step) -> StepDone:
         rows = ints(step.decode_rows)
-        starts = self._computed[rows]
-        lengths = samples = np.ones(len(rows), dtype=np.int64)
+        starts: np.ndarray = self._computed[rows]
+        lengths: np.ndarray = np.ones(len(rows), dtype=np.int64)
+        samples = lengths
         proposed = self._propose(step) if SPECULATION in step.parts else {}
         if untold := self._overrun.intersection(rows.tolist()):
             raise SimIncorrect(f"step {step.step_id}: rows {sorted(untold)} decode, and no segment gives their start")
@@ -247,8 +248,8 @@ class SimDevice:
             self._overrun.difference_update(rows.tolist())
         ends = starts + lengths
         known = self._known[rows]
-        for row, tokens in proposed.items():
-            known[rows == row] += len(tokens)
+        for row, wanted in proposed.items():
+            known[rows == row] += len(wanted)
         if (starts != self._computed[rows]).any() or (ends > known).any():
             raise SimIncorrect(
                 f"step {step.step_id}: rows {rows.tolist()} go from {starts.tolist()} to {ends.tolist()}, "
@@ -260,18 +261,12 @@ class SimDevice:
         # How many tokens come before each one that is sampled: the last positions of each sequence.
         positions = np.repeat(ends - samples, samples) + 1
         positions += np.arange(len(sampled)) - np.repeat(np.cumsum(samples) - samples, samples)
-        tokens = self._sample(step, sampled, positions)
+        tokens: np.ndarray = self._sample(step, sampled, positions)
         counts = self._verify(proposed, sampled, tokens)
         for row, position in zip(sampled[counts].tolist(), positions[counts].tolist(), strict=True):
             if self._break_positions.get(row) == position:
                 raise DeviceBroken
-        logprobs: dict[int, tuple[Logprobs, ...]] = {}
-        for index in np.flatnonzero(np.isin(sampled, list(self._logprob_rows))).tolist() if self._logprob_rows else ():
-            token = int(tokens[index])
-            value = logprob_of(token, int(positions[index]))
-            row, ids, values = int(sampled[index]), np.array([token], np.int32), np.array([value], np.float32)
-            found = Logprobs(logprob=value, top_ids=ids.tobytes(), top_logprobs=values.tobytes())
-            logprobs[row] = (*logprobs.get(row, ()), found)
+        extras = self._extras(sampled, tokens, positions)
         for row in [row for row in self._nan_positions if row in sampled]:
             at = np.flatnonzero((sampled == row) & counts & (positions == self._nan_positions[row]))
             if len(at):
@@ -284,17 +279,27 @@ class SimDevice:
         self._tokens[sampled, positions] = np.maximum(tokens, 0)
         self._known[sampled[counts]] = positions[counts] + 1
         self._computed[sampled[counts]] = positions[counts]
-        extras = {
-            row: StepExtras(logprobs=first, later_logprobs=tuple(later)) for row, (first, *later) in logprobs.items()
-        }
         parts = self._drafted(step, proposed)
         late = tuple(row for row, seed in self._slow_rows.items() if luck(SLOW_GRAMMARS, seed, step.step_id) < 0.5)
         if late:
             self._mark("masks late")
         if self._slow_rows:
-            parts[LATE_MASKS] = msgspec.msgpack.encode(late)
+            parts[LateMasks.part] = msgspec.msgpack.encode(late)
         tokens = tokens.astype(np.int32)
         return StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), extras=extras, parts=parts)
+
+    def _extras(self, sampled: np.ndarray, tokens: np.ndarray, positions: np.ndarray) -> dict[int, StepExtras]:
+        """Return the log probabilities of the rows that have them."""
+        logprobs: dict[int, tuple[Logprobs, ...]] = {}
+        for index in np.flatnonzero(np.isin(sampled, list(self._logprob_rows))).tolist() if self._logprob_rows else ():
+            token = int(tokens[index])
+            value = logprob_of(token, int(positions[index]))
+            row, ids, values = int(sampled[index]), np.array([token], np.int32), np.array([value], np.float32)
+            found = Logprobs(logprob=value, top_ids=ids.tobytes(), top_logprobs=values.tobytes())
+            logprobs[row] = (*logprobs.get(row, ()), found)
+        return {
+            row: StepExtras(logprobs=first, later_logprobs=tuple(later)) for row, (first, *later) in logprobs.items()
+        }
 
     def _drafted(self, step: Step, proposed: dict[int, list[int]]) -> dict[str, bytes]:
         """The part of the result with the tokens that the draft model has named."""
@@ -353,7 +358,7 @@ class SimDevice:
             rows_T, positions = rows, starts
             values = previous + hashes(self._tokens[rows, starts], starts) + self._salts[self._row_slots[rows]]
         pages = self._tables[rows_T, positions // size]
-        slots = pages * size + positions % size
+        slots: np.ndarray = pages * size + positions % size
         if self._landing and np.isin(pages, self._landing).any():
             # The first layers' part of it may have been written before the last layers' has come back.
             raise SimIncorrect(f"step {step.step_id} writes to a page that comes back from the host with it")
@@ -376,7 +381,8 @@ class SimDevice:
             row = rows[((values == POISON) & inside).any(axis=1)][0]
             raise SimIncorrect(f"step {step.step_id}: row {row} reads a page that was freed or never filled")
         values *= inside
-        return next_tokens(np.add.reduce(values * WEIGHT[:width], axis=1))
+        following: np.ndarray = next_tokens(np.add.reduce(values * WEIGHT[:width], axis=1))
+        return following
 
 
 class DeviceBroken(Exception):

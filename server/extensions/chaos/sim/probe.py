@@ -3,6 +3,7 @@
 Owns: those names.  Does not know: what is right or wrong.
 """
 
+from collections import abc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -41,11 +42,11 @@ from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits, Sequence
 from engine.scheduling.step_builder import StepBuilder
-from tests.scheduling.features import features_of
-from tests.scheduling.liars import Everything, Liar
-from tests.sim.late_rows import LateRows
-from tests.sim.oracle import VOCAB, Oracle, as_prompt
-from tests.sim.scenario import Setup
+from server.extensions.chaos.sim.late_rows import LateRows
+from server.extensions.chaos.sim.liars import Everything, Liar
+from server.extensions.chaos.sim.oracle import VOCAB, Oracle, as_prompt
+from server.extensions.chaos.sim.planner_features import features_of
+from server.extensions.chaos.sim.scenario import SimSetup
 
 STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
     "lru": LeastRecentlyUsed,
@@ -63,7 +64,7 @@ POLICIES: dict[str, Callable[[int], SchedulingPolicy]] = {
 }
 
 
-def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], before: Planner | None) -> Planner:
+def build_planner(setup: SimSetup, num_pages: int, clock: Callable[[], float], before: Planner | None) -> Planner:
     """A planner as the engine builds it.  before: the one whose place it takes, and whose policy stays."""
     limits = PlannerLimits(
         max_running=setup.max_running,
@@ -82,22 +83,24 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], befo
     drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
     features = features_of(None, setup.num_slots, setup.store_timeout_s, has_host=bool(setup.num_host_pages))
     if setup.num_snapshots:
-        slots = {"num_slots": setup.num_snapshots, "num_host": setup.num_on_host}
-        features.append(partial(StatesPlanner, policy=EndsAndBranches(*setup.keeps), **slots))
+        policy_of_states = EndsAndBranches(*setup.keeps)
+        features.append(
+            partial(StatesPlanner, policy=policy_of_states, num_slots=setup.num_snapshots, num_host=setup.num_on_host)
+        )
     if setup.proposer:
         features.append(partial(_speculation, proposer=drafted if setup.drafted else liar))
     policy = POLICIES[setup.policy](setup.max_overtaken) if before is None else before._policy
     return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, features=features)
 
 
-def liar_of(setup: Setup) -> Liar:
+def liar_of(setup: SimSetup) -> Liar:
     """Return the proposer, of the planner or of the device."""
     return Liar(setup.proposer, next_token, VOCAB, setup.num_proposed)
 
 
-def next_token(tokens: list[int]) -> int:
-    """Return the token that the device's model says."""
-    return Oracle(as_prompt(tokens)).next()
+def next_token(tokens: "abc.Sequence[int]") -> int:
+    """Return the next token of the device's model."""
+    return Oracle(as_prompt(list(tokens))).next()
 
 
 def _speculation(parts: PlannerParts, proposer: Liar | DraftModel) -> SpeculationPlanner:

@@ -1,27 +1,27 @@
-"""When nothing runs, nothing may be held: what the engine's books must say then.
+"""The state of the engine's books when nothing runs: nothing may be held then.
 
 Owns: that comparison.  Does not know: when an engine is quiet.  Raises SimIncorrect.
 """
 
 import msgspec
 
-from tests.sim import probe
-from tests.sim.assembly import Engine
-from tests.sim.checks import Checks
-from tests.sim.failures import SimIncorrect
-from tests.sim.probe import Probe
+from server.extensions.chaos.sim import probe
+from server.extensions.chaos.sim.assembly import Engine
+from server.extensions.chaos.sim.checks import Checks
+from server.extensions.chaos.sim.failures import SimIncorrect
+from server.extensions.chaos.sim.probe import Probe
 
 
 def check_quiet(engine: Engine, planner_probe: Probe, checks: Checks) -> None:
-    """The books are right, and clients would be told so."""
+    """Check the books, and that ingress has the same figures."""
     check_books(engine, planner_probe, checks)
-    told, stats = engine.ingress.stats, planner_probe.planner.stats()
-    if told is None or msgspec.structs.replace(told, step_id=stats.step_id) != stats:
-        raise SimIncorrect(f"ingress has {told}, the scheduler {stats}")
+    known, stats = engine.ingress.stats, planner_probe.planner.stats()
+    if known is None or msgspec.structs.replace(known, step_id=stats.step_id) != stats:
+        raise SimIncorrect(f"ingress has {known}, the scheduler {stats}")
 
 
 def check_books(engine: Engine, planner_probe: Probe, checks: Checks) -> None:
-    """No request runs, every page is free or cached, nothing is locked, nobody is remembered."""
+    """No request runs, every page is free or cached, nothing is locked, no request is remembered."""
     checks.check_books(planner_probe)
     stats = planner_probe.planner.stats()
     if (stats.running, stats.waiting, stats.pages_used) != (0, 0, 0):
