@@ -216,9 +216,9 @@ class WeightsPlanner(PlannerFeature):
 
     def forget(self, sequence: Sequence) -> bool:
         """Return whether the sequence was one of these."""
-        if found := sequence in self._held:
-            self._held.remove(sequence)
-        return found
+        num_held = len(self._held)
+        self._held = [one for one in self._held if one is not sequence]
+        return len(self._held) < num_held
 
     @property
     def _finishing(self) -> bool:
