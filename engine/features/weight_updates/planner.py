@@ -41,7 +41,7 @@ from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import InFlight, StepBuilder, Wave
 from engine.types.errors import EngineDied
-from engine.types.versions import mark
+from engine.types.versions import NOTE, mark
 
 KEPT_ENDS: Final = 64  # of commands
 NO_VERSION: Final = -1  # less than any sequence has
@@ -374,6 +374,7 @@ class WeightsPlanner(PlannerFeature):
                 num_tokens = int(self._table.num_known[row]) - sequence.num_prompt
                 marked = mark(num_tokens, self.present.version)
                 extras[row] = msgspec.structs.replace(extras.get(row, NO_MARK), result=marked)
+                sequence.notes[NOTE] = sequence.notes.get(NOTE, b"") + marked
                 if sequence.notes.get(NAME, (0, 0))[0] != self.present.number:
                     sequence.notes[NAME] = self.present.number, self._num_versions(sequence) + 1
         return [wave._replace(extras=extras)]

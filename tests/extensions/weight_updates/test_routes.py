@@ -87,3 +87,26 @@ def test_a_pause_has_the_words_of_vllm_and_of_sglang(live: LiveSystem) -> None:
         assert said(live, "GET", "/health")[0] == 200
         assert said(live, "POST", resume)[1]["is_paused"] is False
     assert len(choice(live)["text"]) > 0
+
+
+def test_every_api_names_the_versions_and_so_does_an_explanation(live: LiveSystem) -> None:
+    """Whole answers and the ends of streams."""
+    messages = [{"role": "user", "content": "a"}]
+    bodies: dict[str, dict[str, object]] = {
+        "/v1/responses": {"model": MODEL, "input": "a", "max_output_tokens": 2},
+        "/v1/messages": {"model": MODEL, "messages": messages, "max_tokens": 2},
+        "/api/chat": {"model": MODEL, "messages": messages, "options": {"num_predict": 2}, "stream": False},
+        "/api/generate": {"model": MODEL, "prompt": "a", "options": {"num_predict": 2}, "stream": False},
+    }
+    assert said(live, "POST", "/update_weights", {"path": "step-1", "version": "every"})[0] == 200
+    named = b'"weight_versions":[[0,"every"]]'
+    for path, body in bodies.items():
+        whole = ask(live.port, "POST", path, body)
+        assert (whole.status, whole.body.count(named)) == (200, 1), (path, whole.body)
+        stream = ask(live.port, "POST", path, {**body, "stream": True})
+        assert stream.body.count(named) == 1, (path, stream.body)
+    reply = ask(
+        live.port, "POST", "/v1/completions", {**PROMPT, "request_id": "explained"}, {"X-Request-Id": "explained"}
+    )
+    status, told = said(live, "GET", f"/explain/{reply.headers['x-request-id']}")
+    assert (status, told["choices"][0]["weight_versions"]) == (200, [[0, "every"]])
