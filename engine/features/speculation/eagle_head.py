@@ -63,7 +63,7 @@ class RankHead(RankDraft):
             latent_size=width,
         )
         self._states = KeptStates(self._head, pool, self._head.shape.state_layers_of(len(model.layers)))
-        self._head.embedding, self._head.states, model.tap = model.embedding, self._states, self._states
+        self._head.target, self._head.states, model.tap = model, self._states, self._states
         self.kept_pools = (pool,)
 
     def drafter(self, rows: DeviceRows, vocab_size: int) -> HeadDrafter:

@@ -23,7 +23,7 @@ from engine.layers.part import Norm, build
 from engine.layers.step import StepTensors
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, whole
-from engine.models.decoder import DecoderLayer
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.frequencies import build_rotary
 from engine.models.hybrid_layer import LayerPlace
 from engine.models.model import attention_spec_of
@@ -40,10 +40,10 @@ class States(Protocol):
 class EagleHead:
     """A ``Model`` that drafts.  A pass's token_ids_T are the tokens after its positions; states are at the positions.
 
-    embedding: the target model's.
+    target: the model whose embedding it reads, which may get other weights.
     states: states of the tokens in the pool's pages.  Both are set before the first pass."""
 
-    embedding: VocabLinear
+    target: Decoder
     states: States
     task_head: TaskHead | None = None
     doubled_bytes = 0
@@ -84,7 +84,7 @@ class EagleHead:
         """Return the state of each token or wanted row, which also serves as the next token's target state."""
         layer, kernels = self.layer, self._kernels
         states_TD = self.states.read(step.slots_T)
-        embedded_TD = layer.before_attention(self.embedding.embed(step.token_ids_T, kernels))
+        embedded_TD = layer.before_attention(self.target.embedding.embed(step.token_ids_T, kernels))
         normed_TD = self.state_norm(states_TD)
         angles = self.rotary.angles(step.positions_T, kernels)
         both_TI = torch.cat((embedded_TD, normed_TD), dim=-1)
