@@ -7,6 +7,7 @@ Owns: the parts, and how they form a decoder.  Does not know: torch, weights, ra
 The file is long because the parts refer to each other, and a family's author finds them in one place.
 """
 
+import re
 from collections.abc import Sequence
 from math import prod
 from typing import ClassVar, Literal, Self
@@ -804,6 +805,29 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     head: str = "lm_head"
 
 
+class PredictorShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer behind the last one that predicts one token further than the LM head (DeepSeek-AI 2024).
+
+    It reads a state that the LM head reads, and the token after it: the layer's input is the product ``fuse`` of the
+    norms of the token's embedding and of the state.  What ``norm`` makes of its result goes to the model's LM head.
+    stem: what the names of all its tensors begin with.  prefix: of those of the layer.  The other names are whole.
+    unread: patterns of those that are not read: copies of the model's tables."""
+
+    stem: str
+    prefix: str
+    layer: LayerShape
+    embedding_norm: PartShape
+    state_norm: PartShape
+    fuse: str
+    norm: PartShape
+    unread: tuple[str, ...] = (r"\.(embed_tokens|shared_head\.head)\.weight$",)
+
+    @property
+    def pattern(self) -> str:
+        """A pattern of the names of its tensors."""
+        return rf"^{re.escape(self.stem)}\."
+
+
 class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder: embedding, layers, a norm, the LM head.  At least one layer has attention.
 
@@ -815,6 +839,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     unread: patterns for the names of stored tensors that are not read.
     task_head: head in place of the LM head; None for the LM head.  A family sets it if labels have another name than
     in transformers; for other models it follows from the checkpoint's files.
+    predictor: a layer for drafts, which is not built; None for none.
     """
 
     built_by: ClassVar[str] = "engine.models.decoder:Decoder"
@@ -832,6 +857,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     unread: tuple[str, ...] = ()
     names: Names = Names()
     task_head: PartShape | None = None
+    predictor: PredictorShape | None = None
 
     @property
     def num_outputs(self) -> int:
