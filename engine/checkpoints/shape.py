@@ -442,8 +442,11 @@ class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
     built_by: ClassVar[str] = "engine.layers.kimi_delta:KimiDelta"
     rank: int
 
-    def of_rank(self, size: int) -> Self:
-        return RecurrentShape.of_rank(self, size)
+    @property
+    def inner(self) -> tuple[MatrixRows, ...]:
+        """Queries, keys, values, what gates and decays pass through, which is whole on each rank, and b."""
+        *of_heads, gate, factors, decays = super().inner
+        return *of_heads, replace(gate, units=1), factors, replace(decays, units=1)
 
     @property
     def gate_names(self) -> tuple[str, str, str]:
@@ -797,12 +800,19 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of a checkpoint's tensors; a layer's index follows ``layers``."""
+    """Names of a checkpoint's tensors; a layer's index follows ``layers``.
+
+    modules: beginnings or middles of names, each with what transformers' modules have in its place."""
 
     embedding: str = "model.embed_tokens"
     positions: str = ""
     layers: str = "model.layers"
     head: str = "lm_head"
+    modules: tuple[tuple[str, str], ...] = ()
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """Return a name, and that of the same module in transformers if it is another one."""
+        return name, *(name.replace(own, theirs, 1) for own, theirs in self.modules if own in name)
 
 
 class PredictorShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -475,12 +475,11 @@ HYBRID["kimi-linear"] = (
         "num_local_experts": 6,
         "n_shared_experts": 1,
         "linear_head_dim": 16,
-        "linear_num_heads": 3,
+        "linear_num_heads": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "initializer_range": 0.1,
     },
 )
-UNDIVIDED = ("kimi-linear",)  # ranks cannot divide its recurrent layers
 VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER, **HYBRID}
 CLASSES = {
     "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),

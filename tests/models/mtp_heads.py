@@ -22,7 +22,7 @@ QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.no
 NUM_LAYERS = 3
 STEM = f"model.layers.{NUM_LAYERS}"
 DEEPSEEK = (f"{STEM}.enorm", f"{STEM}.hnorm", f"{STEM}.eh_proj", f"{STEM}.shared_head.norm")
-ATTENTION = "full_attention"
+LISTS = {"layer_types": "full_attention", "indexer_types": "full"}  # settings by layer, and the last layer's
 
 
 class ReferenceMTP:
@@ -33,8 +33,9 @@ class ReferenceMTP:
 
     def __init__(self, variant: str) -> None:
         self.is_qwen = variant.startswith("qwen")
-        kinds = VARIANTS[variant][1].get("layer_types")
-        more: dict[str, Any] = {} if kinds is None else {"layer_types": [*kinds, ATTENTION]}
+        settings = VARIANTS[variant][1]
+        self.lists = {name: settings[name] for name in LISTS if name in settings}
+        more: dict[str, Any] = {name: [*one, LISTS[name]] for name, one in self.lists.items()}
         self.model: PreTrainedModel = build(variant, num_hidden_layers=NUM_LAYERS + 1, **more)
         self.config = self.model.config
         self.names = QWEN if self.is_qwen else DEEPSEEK
@@ -44,7 +45,6 @@ class ReferenceMTP:
         self.weights = {name: torch.randn(size, generator=generator) * 0.2 for name, size in sizes.items()}
         for name in (*self.names[:2], self.names[3]):
             self.weights[name] += 1 - self.offset
-        self.kinds = kinds
 
     @property
     def layer(self) -> torch.nn.Module:
@@ -65,8 +65,7 @@ class ReferenceMTP:
                 stored[f"{STEM}.{name}.weight"] = torch.zeros(3)
         save_file(stored | {f"{name}.weight": one.contiguous() for name, one in self.weights.items()}, path)
         config = json.loads((directory / "config.json").read_text())
-        config |= {"num_hidden_layers": NUM_LAYERS} | ({} if self.kinds is None else {"layer_types": self.kinds})
-        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS} | self.lists))
         return directory
 
     def states(self, tokens: list[int]) -> Tensor:
@@ -85,7 +84,8 @@ class ReferenceMTP:
         mask = torch.full((len(tokens), len(tokens)), torch.finfo(torch.float32).min).triu(1)[None, None]
         with torch.no_grad():
             angles = self.model.model.rotary_emb(x, places)
-            x = self.layer(x, position_embeddings=angles, attention_mask=mask, position_ids=places)
+            found = self.layer(x, position_embeddings=angles, attention_mask=mask, position_ids=places)
+        x = found[0] if isinstance(found, tuple) else found  # GLM-5 also returns what its indexer has chosen
         return self.norm(x[0], behind)
 
     def guess(self, tokens: list[int], count: int) -> list[int]:
@@ -112,7 +112,7 @@ class ReferenceMTP:
                 for name, weight in layer.named_parameters():
                     is_mlp = name.startswith("mlp.") and index >= NUM_LAYERS - 1
                     if not is_mlp and name.endswith(
-                        ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
+                        ("o_proj.weight", "o_proj.bias", "out_proj.weight", "down_proj.weight", "down_proj")
                     ):
                         weight.zero_()
             layers[NUM_LAYERS].load_state_dict(

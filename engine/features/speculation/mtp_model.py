@@ -35,8 +35,9 @@ class MTPHead(StatesHead):
     def __init__(self, shape: MTPHeadShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(shape, dtype)
         own, place = shape.own, (shape.hidden_size, comm, device, dtype)
-        kind = DecoderLayer if own.layer.is_plain else HybridLayer
-        self.layer = kind(own.layer, shape.hidden_size, LayerPlace(rotary=0), comm, device, dtype)
+        (layer,) = shape.layers
+        kind = DecoderLayer if layer.is_plain else HybridLayer
+        self.layer = kind(layer, shape.hidden_size, LayerPlace(rotary=0), comm, device, dtype)
         self.embedding_norm = build(Norm, own.embedding_norm, *place)
         self.state_norm = build(Norm, own.state_norm, *place)
         self.fuse = Linear(2 * shape.hidden_size, shape.hidden_size, False, device, dtype)
