@@ -15,7 +15,6 @@ from engine.features.speculation import head_drafting
 from engine.features.speculation.messages import Proposals
 from engine.messages import Step
 from engine.types.errors import PluginError, WeightsError
-from server.extensions.chaos.sim.liars import Everything
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
 from tests.features.speculation.conftest import Guess
 from tests.models.checkpoints import SIZES, random_tokens
