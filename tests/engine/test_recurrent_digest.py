@@ -22,8 +22,8 @@ from engine.messages import Step, StepDone
 from engine.plugins.proposer.ngram import NgramProposer
 from engine.scheduling.completions import Completions
 from engine.scheduling.step_builder import InFlight
+from server.extensions.chaos.sim.liars import Everything, Liar, from_sequences
 from tests.models.checkpoints import VOCAB, build, random_tokens, save
-from tests.scheduling.liars import Everything, Liar, from_sequences
 from tests.workers.executors import children, send
 
 pytestmark = pytest.mark.slow

@@ -19,11 +19,15 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from engine.plugins.encoder.film_pixels import film_inputs
+from engine.plugins.encoder.films import WAY, FilmFamily
 from engine.text.picture_files import read_picture
 from engine.types.errors import WeightsError
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 OF_TEXT = re.compile(r"language_model|text_model|lm_head")
+PIXELS = ("pixel_values", "pixel_values_videos")
+ON_DEVICE = (*PIXELS, "pixel_attention_mask", "image_position_ids")
 SMALL_VOCABULARY = 64  # of the language model that is built without layers, and dropped
 # from_pretrained replaces methods of transformers' classes for all threads while it loads, and puts back what it found.
 # Two loads at once, of ranks that are threads, would leave a replacement in place.
@@ -34,10 +38,17 @@ class TransformersTower:
     """The part of an encoder that computes."""
 
     def __init__(
-        self, directory: Path, architecture: str, device: str, dtype: str, arguments: Mapping[str, Mapping[str, Any]]
+        self,
+        directory: Path,
+        architecture: str,
+        device: str,
+        dtype: str,
+        arguments: Mapping[str, Mapping[str, Any]],
+        films: FilmFamily | None = None,
     ) -> None:
         """Load the weights.  arguments: of the image processor, by way.  Raises WeightsError."""
         self._arguments = arguments
+        self._films = films
         self._device = device
         try:
             self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
@@ -55,13 +66,18 @@ class TransformersTower:
     @torch.inference_mode()
     def encode(self, data: bytes, way: str) -> Tensor:
         """Return rows_LND of a picture."""
-        found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments[way])
-        inputs = {name: one for name, one in found.items() if name in self._inputs}
-        for name in ("pixel_values", "pixel_attention_mask", "image_position_ids"):
-            if name in inputs:
-                inputs[name] = inputs[name].to(self._device)
-        inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
-        output = self._model.get_image_features(**inputs, return_dict=True)
+        features = self._model.get_image_features
+        if way == WAY and self._films is not None:
+            found = film_inputs(self._films, data, self._processor)
+            if "pixel_values_videos" in found:
+                features = self._model.get_video_features
+        else:
+            found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments[way])
+            found = {name: one for name, one in found.items() if name in self._inputs}
+        inputs = {name: one.to(self._device) if name in ON_DEVICE else one for name, one in found.items()}
+        pixels = next(name for name in PIXELS if name in inputs)
+        inputs[pixels] = inputs[pixels].to(self._model.dtype)
+        output = features(**inputs, return_dict=True)
         deep = getattr(output, "deepstack_features", None) or ()
         return torch.stack([_joined(one) for one in (output.pooler_output, *deep)])
 

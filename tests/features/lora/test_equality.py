@@ -28,9 +28,9 @@ from engine.sampling.captured import SamplingVariant
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import RequestPart
+from server.extensions.chaos.sim.liars import Everything
 from tests.features.lora.made import ALL, MERGED, greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
-from tests.scheduling.liars import Everything
 from tests.workers.executors import send
 
 NUM_NEW = 10
