@@ -36,7 +36,7 @@ class GatedDelta(RecurrentPart):
         self.shape = mine = shape.of_rank(comm.size)
         self.inner = ColumnLinear(hidden_size, shape.inner, False, comm, device, dtype)
         self.convolution = CausalConvolution(shape.convolved, shape.taps, False, comm, device, dtype)
-        self.decay_H = parameter(
+        self.decay_H: Tensor = parameter(
             shape.num_heads, device=device, dtype=torch.float32
         )  # of all heads, until it is packed
         self.bias_A = parameter(*mine.bias_shape, device=device, dtype=torch.float32)
