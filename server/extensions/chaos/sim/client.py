@@ -18,8 +18,10 @@ from engine.types.errors import CallboardError, RequestError
 from engine.types.logprobs import TokenLogprobs
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatTurn, Origin
-from server.extensions.chaos.sim.codec import text_of
+from server.extensions.chaos.ledger import Note, no_note
+from server.extensions.chaos.sim.codec import text_of, tokens_of
 from server.extensions.chaos.sim.luck import luck
+from server.extensions.chaos.sim.oracle import ADAPTERS
 from server.extensions.chaos.sim.probe import wrap
 from server.extensions.chaos.sim.scenario import Submit
 
@@ -27,8 +29,9 @@ from server.extensions.chaos.sim.scenario import Submit
 class SimClient:
     """A client.  number: of its operation; also its seed, by which the device knows it."""
 
-    def __init__(self, number: int, op: Submit) -> None:
+    def __init__(self, number: int, op: Submit, note: Note = no_note) -> None:
         self.number = number
+        self._note = note
         self.op = op
         self.opened_at = 0.0
         self.ended_at = math.inf  # when the terminal event came, or the client went; read or not
@@ -46,8 +49,9 @@ class SimClient:
         self.num_terminals = 0
         self.reading: asyncio.Task[None] | None = None
 
-    def open(self, ingress: Ingress) -> None:
-        """Ask; a refusal is remembered."""
+    def open(self, ingress: Ingress, longest: int = 0) -> None:
+        """Ask; a refusal is remembered.  longest: tokens of prompt and output that fit."""
+        self._longest = longest
         op = self.op
         loop = asyncio.get_running_loop()
         self.opened_at = loop.time()
@@ -80,7 +84,9 @@ class SimClient:
             )
         except RequestError as error:
             self.refusal = error
+            self._note("refused", request=self.number, code=error.code)
             return
+        self._note_asked()
         for event in ("push", "fail"):
             wrap(self.stream, event, self._watch_event)
         if op.reader != "never":
@@ -98,13 +104,41 @@ class SimClient:
         self.cancelled = not self.num_terminals  # what it had not read by then, it will not read
         if self.reading is not None:
             self.reading.cancel()
+        self._note("left", request=self.number)
         self.stream.close()
         self._note_end()
 
+    def _note_asked(self) -> None:
+        op = self.op
+        self._note(
+            "asked",
+            request=self.number,
+            prompt=list(op.prompt),
+            most=op.max_tokens if op.max_tokens is not None else max(0, self._longest - len(op.prompt)),
+            least=op.max_tokens or 0,
+            stop_ids=list(op.stop_token_ids),
+            stops=[tokens_of(stop) for stop in op.stop],
+            include_stop=op.include_stop,
+            ignore_eos=op.ignore_eos,
+            adapter=ADAPTERS.index(op.adapter),
+        )
+
     def _watch_event(self, happen: Callable[[Any], None], event: Any) -> None:
+        self._note_event(event)
         happen(event)
         if not self.is_open:
             self._note_end()
+
+    def _note_event(self, event: Any) -> None:
+        """Keep what the engine hands to the stream, read or not."""
+        if not isinstance(event, Delta):
+            self._note("end", request=self.number, why=getattr(event, "code", "") or type(event).__name__)
+            return
+        if event.token_ids:
+            tokens = np.frombuffer(event.token_ids, dtype=np.int32).tolist()
+            self._note("tokens", request=self.number, tokens=tokens)
+        if event.finish != Finish.RUNNING:
+            self._note("end", request=self.number, why=event.finish.name.lower())
 
     def _note_end(self) -> None:
         self.ended_at = min(self.ended_at, asyncio.get_running_loop().time())

@@ -44,3 +44,8 @@ class SimCodec(TextCodec):
 def text_of(tokens: Sequence[int]) -> str:
     """The characters of some tokens, special or not."""
     return "".join(ALPHABET[token] for token in tokens)
+
+
+def tokens_of(text: str) -> list[int]:
+    """Return the tokens of some characters; -1 for one that no token has."""
+    return [_TOKEN_OF.get(character, -1) for character in text]

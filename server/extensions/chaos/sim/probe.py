@@ -4,7 +4,7 @@ Owns: those names.  Does not know: what is right or wrong.
 """
 
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,9 @@ POLICIES: dict[str, Callable[[int], SchedulingPolicy]] = {
 }
 
 
-def build_planner(setup: SimSetup, num_pages: int, clock: Callable[[], float], before: Planner | None) -> Planner:
+def build_planner(
+    setup: SimSetup, num_pages: int, clock: Callable[[], float], before: Planner | None, watchers: Iterable[object] = ()
+) -> Planner:
     """A planner as the engine builds it.  before: the one whose place it takes, and whose policy stays."""
     limits = PlannerLimits(
         max_running=setup.max_running,
@@ -90,7 +92,7 @@ def build_planner(setup: SimSetup, num_pages: int, clock: Callable[[], float], b
     if setup.proposer:
         features.append(partial(_speculation, proposer=drafted if setup.drafted else liar))
     policy = POLICIES[setup.policy](setup.max_overtaken) if before is None else before._policy
-    return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, features=features)
+    return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, features=features, watchers=watchers)
 
 
 def liar_of(setup: SimSetup) -> Liar:

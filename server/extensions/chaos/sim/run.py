@@ -94,7 +94,7 @@ def play_seed(
     if ops is not None:
         scenario = scenario.only(ops)
     world = World(scenario, log)
-    with _cpu_limit():
+    with cpu_limit():
         outcome = world.run()
     return outcome, world.failure
 
@@ -138,7 +138,7 @@ def explain(failures: Sequence[RunOutcome], limit_s: float = 60.0) -> str:
 
 
 @contextlib.contextmanager
-def _cpu_limit() -> Iterator[None]:
+def cpu_limit() -> Iterator[None]:
     """The engine's own loops must end too; virtual time would never notice."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -19,6 +19,7 @@ from engine.messages import Step, Stop, Tokenize
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.types.notices import Message, Reconfigure
+from server.extensions.chaos.ledger import Ledger, Note, no_note
 from server.extensions.chaos.sim import probe
 from server.extensions.chaos.sim.assembly import assemble
 from server.extensions.chaos.sim.checks import Checks
@@ -26,6 +27,7 @@ from server.extensions.chaos.sim.client import SimClient
 from server.extensions.chaos.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
 from server.extensions.chaos.sim.loop import SimDeadlock, SimLivelock, SimLoop
 from server.extensions.chaos.sim.luck import luck
+from server.extensions.chaos.sim.oracle import VOCAB
 from server.extensions.chaos.sim.quiet import check_books, check_quiet
 from server.extensions.chaos.sim.scenario import (
     Break,
@@ -99,7 +101,9 @@ class _Planners:
 class World:
     """Everything that exists in one run.  ``log``: gets a line for each event, for a reader."""
 
-    def __init__(self, scenario: Scenario, log: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, log: Callable[[str], None] | None = None, ledger: Ledger | None = None
+    ) -> None:
         self.scenario = scenario
         self.setup = scenario.setup
         self.marks: Counter[str] = Counter()
@@ -110,6 +114,8 @@ class World:
         self.checks = Checks(self.setup)
         self.probe: probe.Probe | None = None
         self._log = log
+        self._ledger = ledger
+        self._note: Note = no_note if ledger is None else ledger.note
         self._op_of: dict[int, int] = {}
         self._opening = 0
         self._stops: list[asyncio.Task[None]] = []
@@ -118,6 +124,8 @@ class World:
         self.num_steps = 0
         self.loop = SimLoop(self._thread_delay_s)
         self.loop.set_exception_handler(self._on_loop_error)
+        if ledger is not None:
+            ledger.begin(self.loop.time)
         self.engine = assemble(
             scenario,
             source=_Planners(self.setup.overlap, self._new_planner),
@@ -148,6 +156,8 @@ class World:
     def _flush(self, flush: Callable[[], None]) -> None:
         flush()
         if self.probe is not None:
+            if self._ledger is not None:
+                self._ledger.note_change("pages", counts=self.probe.page_counts, total=self.probe.num_pages)
             self.checks.flushed(self.probe)
 
     def _watch(self, link: str, message: Message) -> None:
@@ -227,7 +237,15 @@ class World:
             self.loop.run_forever()
         self.loop.close()
 
+    def _note_head(self) -> None:
+        setup = self.setup
+        special = list(setup.eos_token_ids)
+        self._note("run", seed=self.scenario.seed, vocab=VOCAB, longest=setup.longest, special=special)
+        if setup.request_timeout_s < LIVENESS_S:
+            self._note("fault", kind="Deadline")
+
     async def _play(self) -> None:
+        self._note_head()
         starting = asyncio.ensure_future(self.engine.supervisor.start())
         try:
             await self._apply_ops()
@@ -242,6 +260,7 @@ class World:
             for stop in self._stops:
                 stop.result()
             self._check_stopped()
+            self._note("over", died=self.engine.supervisor.died is not None or "drain" in self.causes)
         finally:
             if starting.done() and not starting.cancelled():
                 starting.exception()
@@ -259,6 +278,9 @@ class World:
 
     def _apply(self, number: int, op: Any) -> None:
         now = self.loop.time()
+        if not isinstance(op, Submit | Cancel):
+            target = {"request": op.request, "token": op.token} if isinstance(op, NaN | Break) else {}
+            self._note("fault", kind=type(op).__name__, **target)
         match op:
             case Submit():
                 self._open(number, op)
@@ -305,12 +327,12 @@ class World:
 
     def _open(self, number: int, op: Submit) -> None:
         self._opening = number
-        client = self.clients[number] = SimClient(number, op)
+        client = self.clients[number] = SimClient(number, op, self._note)
         full = probe.num_in_house(self.engine.ingress) >= self.setup.max_requests
         # At least what ingress estimates, which for a text is a quarter of its length and one.
         full = full or probe.queued_tokens(self.engine.ingress) + len(op.prompt) + 1 > self.setup.max_queued_tokens
         ready = self.engine.ingress.ready
-        client.open(self.engine.ingress)
+        client.open(self.engine.ingress, self.setup.longest)
         if client.refusal is not None:
             self.mark(f"refused {client.refusal.status}")
             now = {"full"} if full else set()
