@@ -51,12 +51,12 @@ from engine.plugins.policy.priority import MostUrgentFirst
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, PlannerLimits
 from engine.types.params import SamplingParams
-from tests.sim.device import SimDevice, ints
-from tests.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
-from tests.sim.luck import luck
-from tests.sim.oracle import VOCAB, continuation
-from tests.sim.probe import wrap
-from tests.sim.store import SimStore
+from server.extensions.chaos.sim.device import SimDevice, ints
+from server.extensions.chaos.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
+from server.extensions.chaos.sim.luck import luck
+from server.extensions.chaos.sim.oracle import VOCAB, continuation
+from server.extensions.chaos.sim.probe import wrap
+from server.extensions.chaos.sim.store import SimStore
 
 MOST_S = 300.0  # of virtual time until all requests have ended
 MAX_LEN = 512

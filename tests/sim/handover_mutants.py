@@ -28,7 +28,7 @@ from engine.features.handover.states import Borrowing, Lending
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.scheduling.rows import Sequence
-from tests.sim.mutants import Mutant
+from server.extensions.chaos.sim.mutants import Mutant
 
 Method = Callable[..., Any]
 

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
+from server.extensions.chaos.sim.mutants import Mutant, planted
 from tests.sim.handover import Setup, World, play
 from tests.sim.handover_mutants import MUTANTS
-from tests.sim.mutants import Mutant, planted
 
 NUM_SEEDS = 150
 MUTANT_SEEDS = 200

@@ -4,6 +4,7 @@ Owns: when pages are copied, and the names of this rank's pages.  Does not know:
 """
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from typing import Final
 
