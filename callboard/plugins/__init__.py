@@ -48,7 +48,7 @@ from engine.kv.events import KVEvent, Tier
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
 from engine.kv.node import Namespace, namespace_seed
 from engine.messages import Finish
-from engine.plugins.encoder.encoder import Axes, Encoder, Tower
+from engine.plugins.encoder.encoder import Axes, BatchTower, Encoder, ToEncode, Tower
 from engine.plugins.hookspecs import (
     API_VERSION,
     AttentionContext,
@@ -74,9 +74,10 @@ from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
 from engine.scheduling.proposer import DraftModel, Proposer, ProposerSession
 from engine.text.call_reader import CallReader, Reading
+from engine.text.film_files import FilmFile
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
 from engine.text.picture_files import read_picture
-from engine.text.pictures import PictureFormat, PictureLayout
+from engine.text.pictures import FilmFormat, PictureFormat, PictureLayout
 from engine.text.processors import LogitsProcessor, LogitsRows
 from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
@@ -105,6 +106,7 @@ __all__ = [
     "AttentionShape",
     "AttentionSpec",
     "Axes",
+    "BatchTower",
     "CallPiece",
     "CallReader",
     "CallShape",
@@ -124,6 +126,8 @@ __all__ = [
     "ExpertsShape",
     "FeedForward",
     "Fields",
+    "FilmFile",
+    "FilmFormat",
     "Finish",
     "GatedShape",
     "Grammar",
@@ -188,6 +192,7 @@ __all__ = [
     "TenantPolicy",
     "Thinking",
     "Tier",
+    "ToEncode",
     "Tool",
     "ToolFormat",
     "ToolParser",
