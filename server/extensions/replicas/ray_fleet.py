@@ -131,8 +131,6 @@ class RayFleet:
 
     Raises ConfigError if Ray is not installed, or if replicas on other machines would take requests without a key."""
 
-    is_shared = False
-
     def __init__(self, config: Config, size: int) -> None:
         try:
             import ray
@@ -162,10 +160,6 @@ class RayFleet:
         """Returns where the replica listens.  Waits until it has been started, or started again."""
         where: str = await self._actors[number].url.remote()
         return where
-
-    async def is_running(self, number: int) -> bool:
-        """Returns whether a replica that was stopped is there again: nothing but its only router starts one."""
-        return False
 
     async def stop(self, number: int) -> None:
         """End a replica; Ray does not start it again."""
@@ -198,8 +192,6 @@ class SharedFleet(RayFleet):
     """A fleet with a name, of any number of routers: it outlives them, and each finds the same replicas.
 
     Raises ConfigError as well where no cluster runs, without a key, and if the fleet runs with other settings."""
-
-    is_shared = True
 
     def __init__(self, config: Config, size: int, name: str) -> None:
         self._name = name

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import aiohttp
 import msgspec
@@ -28,22 +28,13 @@ SLACK_FACTOR = 1.5
 
 
 class Fleet(Protocol):
-    """A group of running replicas, each known by its number.  headers: those that they want with each request.
-
-    is_shared: other routers use them too, so they outlive this one."""
+    """A group of running replicas, each known by its number.  headers: those that they want with each request."""
 
     size: int
     headers: Mapping[str, str]
 
-    @property
-    def is_shared(self) -> bool: ...
-
     async def url(self, number: int) -> str:
         """Returns where the replica listens.  Waits until it has been started, or started again."""
-        ...
-
-    async def is_running(self, number: int) -> bool:
-        """Returns whether another router has started a replica that was stopped."""
         ...
 
     async def stop(self, number: int) -> None:
@@ -56,6 +47,15 @@ class Fleet(Protocol):
 
     def close(self) -> None:
         """End them all."""
+        ...
+
+
+@runtime_checkable
+class LastingFleet(Fleet, Protocol):
+    """A fleet whose replicas other routers use too, so that they outlive each of them."""
+
+    async def is_running(self, number: int) -> bool:
+        """Returns whether another router has started a replica that was stopped."""
         ...
 
 
@@ -131,7 +131,7 @@ class Replicas:
 
     async def leave(self, replica: Replica) -> None:
         """End a replica with its only router; one that others use finishes what this router has sent it."""
-        if not self._fleet.is_shared:
+        if not isinstance(self._fleet, LastingFleet):
             await self.drain(replica)
         elif replica.num_open:
             await replica.idle.wait()
@@ -162,7 +162,7 @@ class Replicas:
     async def watch(self, replica: Replica) -> None:
         """Keep finding out where a replica is and whether it is ready."""
         while True:
-            if replica.state is State.STOPPED and await self._fleet.is_running(self.all.index(replica)):
+            if replica.state is State.STOPPED and await self._is_running(replica):
                 log.info("%s was started by another router", replica.name)
                 self._set_starting(replica)
             if replica.state is State.STARTING:
@@ -188,6 +188,9 @@ class Replicas:
                         continue
             epoch, version = "", 0
             await asyncio.sleep(CHECK_EVERY_S)
+
+    async def _is_running(self, replica: Replica) -> bool:
+        return isinstance(self._fleet, LastingFleet) and await self._fleet.is_running(self.all.index(replica))
 
     async def _find(self, replica: Replica) -> None:
         num_starts = replica.num_starts

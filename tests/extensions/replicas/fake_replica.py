@@ -101,8 +101,6 @@ class FakeFleet:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.is_shared = False
-        self.running: set[int] = set()  # started by another router
         self.replicas = [FakeReplica(f"fake{number}") for number in range(size)]
         self.stopped: list[int] = []
         self.started: list[int] = []
@@ -111,9 +109,6 @@ class FakeFleet:
         if not self.replicas[number].url:
             await self.replicas[number].start()
         return self.replicas[number].url
-
-    async def is_running(self, number: int) -> bool:
-        return number in self.running
 
     async def stop(self, number: int) -> None:
         self.stopped.append(number)
@@ -130,3 +125,14 @@ class FakeFleet:
         """The replica dies; ``url`` starts it again, somewhere else."""
         await self.replicas[number].stop()
         self.replicas[number].url = ""
+
+
+class FakeLastingFleet(FakeFleet):
+    """A fleet that another router uses too.  running: replicas that it has started again."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.running: set[int] = set()
+
+    async def is_running(self, number: int) -> bool:
+        return number in self.running

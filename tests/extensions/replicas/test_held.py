@@ -76,7 +76,6 @@ class TwoEngines:
     """A ``Fleet`` of two engines that several routers send requests to."""
 
     size = 2
-    is_shared = True
 
     def __init__(self, served: list[EngineServer], headers: dict[str, str]) -> None:
         self._served = served

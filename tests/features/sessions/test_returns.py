@@ -1,5 +1,8 @@
 """Prefixes on the host are fetched before their sessions return: in time, few at once, in place of no lease."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -130,12 +133,13 @@ def test_what_has_returned_is_not_fetched() -> None:
     assert paused.on_host(1) == before > 0
 
 
-def test_a_host_that_is_full_gives_up_what_it_would_fetch_and_no_page_is_lost() -> None:
+def test_a_host_that_is_full_gives_up_what_it_would_fetch_and_no_page_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leases, "chance", lambda *_: 1.0)
     paused = Paused(num_host_pages=7)
     for number in range(24):
         paused.ask(f"s{number % 4}", seed=number % 4)
-        paused.bench.now += 1.2
-        paused.ask("", seed=2000 + number, tokens=20)
+        freed(paused)
+        paused.tick(1.2)
         paused.bench.planner.check()
     assert paused.num_fetched > 0
 
@@ -151,6 +155,7 @@ def test_it_can_be_switched_off() -> None:
 @pytest.mark.parametrize("mistake", ["takes leased pages", "fetches for the returned", "loses pages", "is too early"])
 def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each breaks one of the rules above."""
+    find: Callable[[], None]
     if mistake == "takes leased pages":
         find = test_nothing_is_fetched_in_place_of_a_lease_that_runs
         monkeypatch.setattr(TieredTree, "next_out", lambda self: ((-1,), 1) if self.num_evictable else None)
@@ -159,7 +164,7 @@ def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(Returns, "end", lambda self, key: None)
         monkeypatch.setattr(Returns, "begin", lambda self, key, pause: self._pauses.setdefault(key, pause))
     elif mistake == "loses pages":
-        find = test_a_host_that_is_full_gives_up_what_it_would_fetch_and_no_page_is_lost
+        find = partial(test_a_host_that_is_full_gives_up_what_it_would_fetch_and_no_page_is_lost, monkeypatch)
         monkeypatch.setattr(TieredTree, "restore", lambda self, handle, key, pages: len(pages))
     else:
         find = test_a_prefix_comes_back_before_its_session
