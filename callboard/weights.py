@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.features.weight_updates.deltas import difference
-from engine.features.weight_updates.memory import Part, parts_of, write_tensors
+from engine.features.weight_updates.memory import TensorBytes, parts_of, write_tensors
 from engine.types.errors import WeightsError
 
 ANSWER_BYTES = 64 << 10
@@ -40,7 +40,7 @@ def send_delta(
 
 
 def _send(
-    socket_path: str | Path, parts: Mapping[str, Part], metadata: Mapping[str, str], fields: Mapping[str, Any]
+    socket_path: str | Path, parts: Mapping[str, TensorBytes], metadata: Mapping[str, str], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     memory = write_tensors(parts, metadata)
     try:

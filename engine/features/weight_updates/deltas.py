@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from engine.checkpoints.shards import DTYPE_BYTES, StoredTensor
-from engine.features.weight_updates.memory import Part
+from engine.features.weight_updates.memory import TensorBytes
 from engine.types.errors import WeightsError
 
 INDICES: Final = ".indices"
@@ -50,7 +50,7 @@ def metadata(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def applied(path: Path, name: str, tensors: Mapping[str, StoredTensor], base: StoredTensor) -> Part:
+def applied(path: Path, name: str, tensors: Mapping[str, StoredTensor], base: StoredTensor) -> TensorBytes:
     """Return a tensor with the elements that a delta has.  Raises WeightsError."""
     for end in (INDICES, VALUES):
         if name + end not in tensors:
@@ -69,14 +69,14 @@ def applied(path: Path, name: str, tensors: Mapping[str, StoredTensor], base: St
     if len(indices) and (indices[0] < 0 or indices[-1] >= len(whole) or (np.diff(indices) <= 0).any()):
         raise WeightsError(f"{path}: {name + INDICES!r} does not rise from 0 to below {len(whole)}")
     whole[indices] = _read(new).view(f"V{width}")
-    return Part(base.dtype, base.shape, whole.view(np.uint8))
+    return TensorBytes(base.dtype, base.shape, whole.view(np.uint8))
 
 
-def difference(old: Mapping[str, Part], new: Mapping[str, Part]) -> dict[str, Part]:
+def difference(old: Mapping[str, TensorBytes], new: Mapping[str, TensorBytes]) -> dict[str, TensorBytes]:
     """Return the parts of a delta from old tensors to new ones of the same names, dtypes and shapes.
 
     A tensor of which more than a third has changed is whole: its indices would be larger."""
-    found: dict[str, Part] = {}
+    found: dict[str, TensorBytes] = {}
     for name, part in new.items():
         before, width = old[name], DTYPE_BYTES[part.dtype]
         if (before.dtype, before.shape) != (part.dtype, part.shape):
@@ -88,8 +88,8 @@ def difference(old: Mapping[str, Part], new: Mapping[str, Part]) -> dict[str, Pa
         elif len(indices):
             kind = "I32" if len(now) < 1 << 31 else "I64"
             places = indices.astype(INDEX_DTYPES[kind])
-            found[name + INDICES] = Part(kind, places.shape, places.view(np.uint8))
-            found[name + VALUES] = Part(part.dtype, places.shape, now[indices].view(np.uint8))
+            found[name + INDICES] = TensorBytes(kind, places.shape, places.view(np.uint8))
+            found[name + VALUES] = TensorBytes(part.dtype, places.shape, now[indices].view(np.uint8))
     return found
 
 

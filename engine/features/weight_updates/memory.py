@@ -1,7 +1,7 @@
 """Tensors in memory without a file's name: they are received, held while weights are in use, and written.
 
 Owns: the descriptors that are held, and when memory is copied.
-Does not know: tensors' meaning, who has sent them.
+Does not know: tensors' meaning, what has sent them.
 
 Memory that is sealed, so that nothing can change it any more, is used as it is; other memory is copied once, so that
 its owner may write to it again.  Ranks open it by the place that ``/proc`` has for it, as they open a file.
@@ -29,7 +29,7 @@ SPELLINGS: Final = {
 }  # fmt: skip
 
 
-class Part(NamedTuple):
+class TensorBytes(NamedTuple):
     """A tensor in safetensors' words.  dtype: its spelling.  buffer: of its bytes, which ``owner`` keeps."""
 
     dtype: str
@@ -68,25 +68,25 @@ def is_place(path: Path) -> bool:
     return path.is_relative_to(PLACES) and path.parent.name == "fd"
 
 
-def parts_of(tensors: Mapping[str, Any]) -> dict[str, Part]:
+def parts_of(tensors: Mapping[str, Any]) -> dict[str, TensorBytes]:
     """Return the parts of tensors of torch or arrays of numpy, which must stay as long as these.
 
     A tensor is copied only if it is on another device or has gaps.  Raises WeightsError for other things."""
     return {name: _part(name, one) for name, one in tensors.items()}
 
 
-def _part(name: str, given: Any) -> Part:
+def _part(name: str, given: Any) -> TensorBytes:
     dtype = SPELLINGS.get(str(getattr(given, "dtype", "")).removeprefix("torch."))
     if dtype is None:
         raise WeightsError(f"tensor {name!r} is {type(given).__name__} of dtype {getattr(given, 'dtype', None)}")
     if isinstance(given, np.ndarray):
-        return Part(dtype, given.shape, np.ascontiguousarray(given).reshape(-1).view(np.uint8), given)
+        return TensorBytes(dtype, given.shape, np.ascontiguousarray(given).reshape(-1).view(np.uint8), given)
     tensor = given.detach().cpu().contiguous()
     buffer = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
-    return Part(dtype, tuple(tensor.shape), buffer, tensor)
+    return TensorBytes(dtype, tuple(tensor.shape), buffer, tensor)
 
 
-def write_tensors(tensors: Mapping[str, Part], metadata: Mapping[str, str]) -> int:
+def write_tensors(tensors: Mapping[str, TensorBytes], metadata: Mapping[str, str]) -> int:
     """Return the descriptor of new, sealed memory with tensors in the layout of safetensors.  Raises WeightsError."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     views, end = [memoryview(one.buffer).cast("B") for one in tensors.values()], 0
@@ -137,7 +137,7 @@ class HeldMemory:
         self._held[found := place(given)] = given
         return found
 
-    def write(self, tensors: Mapping[str, Part]) -> Path:
+    def write(self, tensors: Mapping[str, TensorBytes]) -> Path:
         """Return the place of new memory with tensors, see ``write_tensors``."""
         memory = write_tensors(tensors, {})
         self._held[found := place(memory)] = memory

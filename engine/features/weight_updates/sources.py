@@ -1,4 +1,4 @@
-"""Where new weights come from: checkpoints, files of some tensors, memory; and what an update begins with.
+"""The places that new weights come from: checkpoints, files of some tensors, memory; and what an update begins with.
 
 Owns: which places a request may name, the checkpoints that are made of some tensors, the memory that they are in.
 Does not know: ranks, when weights change, HTTP.

@@ -13,7 +13,7 @@ from typing import Final
 
 from aiohttp import web
 
-from engine.features.weight_updates.memory import Part, new_memory, seal, write_tensors
+from engine.features.weight_updates.memory import TensorBytes, new_memory, seal, write_tensors
 from engine.features.weight_updates.messages import Announced
 from engine.types.errors import FieldError, RequestError
 from server.http.body import LEAST_BYTES_PER_S
@@ -81,6 +81,6 @@ def tensors_in_memory(announced: Sequence[Announced], widths: list[int], content
         raise FieldError("update_info.data", f"has {len(content)} bytes, but the tensors have {sum(widths)}")
     parts, at, view = {}, 0, memoryview(content)
     for (name, dtype, shape), width in zip(announced, widths, strict=True):
-        parts[name] = Part(dtype, shape, view[at : at + width])
+        parts[name] = TensorBytes(dtype, shape, view[at : at + width])
         at += width
     return write_tensors(parts, {})

@@ -79,7 +79,7 @@ class InitBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """vLLM's answer."""
+    """An answer in vLLM's words."""
 
     message: str
 

@@ -41,7 +41,7 @@ class SocketBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SocketError(msgspec.Struct, frozen=True):
-    """Why nothing has changed."""
+    """The reason for which nothing has changed."""
 
     error: str
 
