@@ -1,5 +1,6 @@
 """An EAGLE-3 head changes no token, guesses what the definition guesses, and is refused where it does not fit."""
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -294,3 +295,21 @@ def test_drafting_that_finds_no_room_is_left_out(
         assert llm._system.executors.num_restarts == 0
     assert [one.token_ids for one in found] == [tokens for tokens, _ in plain[0]]
     assert len(passes) > 20
+
+
+def test_after_an_update_guesses_are_made_with_the_new_embedding(
+    model: transformers.PreTrainedModel, directory: Path, head: Path, guesses: list[Guess], tmp_path: Path
+) -> None:
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for parameter in changed.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    changed.save_pretrained(tmp_path)
+    with engine(directory, head) as llm:
+        llm.generate(PROMPTS[:2], GREEDY)
+        as_defined(guesses, ReferenceHead(model, head))
+        guesses.clear()
+        llm.weights.update(tmp_path)
+        llm.generate(PROMPTS[:2], GREEDY)
+    as_defined(guesses, ReferenceHead(changed, head))
