@@ -161,7 +161,7 @@ async def route(
     new_replicas: type[Replicas] = Replicas,
     new_proxy: type[Proxy] = Proxy,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
+    """Serve until SIGTERM or SIGINT; then the replicas are drained and end, unless other routers use them."""
     stop_requested = listen_for_signals(
         partial(log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
     )
@@ -173,7 +173,7 @@ async def route(
             try:
                 async with asyncio.timeout(config.server.drain_timeout_s), asyncio.TaskGroup() as draining:
                     for replica in replicas.all:
-                        draining.create_task(replicas.drain(replica))
+                        draining.create_task(replicas.leave(replica))
             except TimeoutError:
                 log.warning("draining: %d requests end unfinished", sum(one.num_open for one in replicas.all))
 
