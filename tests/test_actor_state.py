@@ -17,6 +17,9 @@ OTHERS = {
     "engine/workers/executors.py: link.slot": "a link, which its own actor makes",
     "engine/workers/group.py: life.ready": "a worker's start",
     "engine/workers/tokenizers.py: request.slot": "an entry of the pool's table",
+    "server/extensions/chaos/sim/assembly.py: actor.inbox": "the end of a simulated link, before the start",
+    "server/extensions/chaos/sim/recovery_mutants.py: one.ready": "a worker's start",
+    "server/extensions/chaos/sim/world.py: self.engine.executor.broke": "a simulated device's, before the start",
 }
 
 

@@ -65,11 +65,14 @@ from engine.plugins.hookspecs import (
     ParserContext,
     PolicyContext,
     ProposerContext,
+    TransferContext,
     hookimpl,
 )
 from engine.plugins.kv_store.store import KVStore
 from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
+from engine.plugins.transfer.options import CarrierOptions
+from engine.plugins.transfer.transfer import PageCarrier
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
 from engine.scheduling.proposer import DraftModel, Proposer, ProposerSession
@@ -111,6 +114,7 @@ __all__ = [
     "CallReader",
     "CallShape",
     "Candidate",
+    "CarrierOptions",
     "ClassifierShape",
     "ColumnLinear",
     "Comm",
@@ -164,6 +168,7 @@ __all__ = [
     "Options",
     "OutputPart",
     "PackedWeight",
+    "PageCarrier",
     "ParserContext",
     "Part",
     "PartShape",
@@ -197,6 +202,7 @@ __all__ = [
     "ToolFormat",
     "ToolParser",
     "Tower",
+    "TransferContext",
     "Unchanged",
     "ValueShape",
     "Waiting",

@@ -23,11 +23,11 @@ from engine.messages import Finish, RequestOptions
 from engine.plugins.proposer.ngram import NgramProposer
 from engine.types.errors import ConfigError
 from engine.types.params import SamplingParams
+from server.extensions.chaos.sim.liars import Everything, Liar, LiarSession
 from tests.engine.held_steps import hold_steps
 from tests.features.lora.made import greedy, make_adapter, merged
 from tests.models.checkpoints import VOCAB, build, configuration, random_tokens, reference_logits, save
 from tests.pace import far
-from tests.scheduling.liars import Everything, Liar, LiarSession
 
 MOST = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MOST, ignore_eos=True)

@@ -9,11 +9,11 @@ import pytest
 from callboard import LLM, SamplingParams
 from engine.features.speculation.payoff import Payoff
 from engine.plugins.proposer.ngram import NgramProposer
+from server.extensions.chaos.sim.liars import Everything, Liar, LiarSession
 from server.extensions.verify.verify import Way, verify_numerics
 from tests.engine.test_invariance import BASE, BY_NAME
 from tests.models.checkpoints import build, random_tokens, save
 from tests.sampling.borders import clear_of_borders
-from tests.scheduling.liars import Everything, Liar, LiarSession
 
 VOCAB = 259
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((1, 5, 17, 40, 3, 9, 33, 16, 15, 12, 60, 20))]

@@ -13,18 +13,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FEATURES = ROOT / "engine" / "features"
 NAMES = sorted(path.parent.name for path in FEATURES.glob("*/__init__.py"))
+CHAOS = "server/extensions/chaos"  # simulates the features that it names
 # The folders that go with a feature: extensions of the server for its users, and features that build on it.
 EXTENSIONS = {
     "explain": ("server/extensions/explain",),
-    "lora": ("server/extensions/adapters",),
+    "host_tier": (CHAOS,),
+    "itl_target": (CHAOS,),
+    "kv_store": (CHAOS,),
+    "late_masks": (CHAOS,),
+    "lora": ("server/extensions/adapters", CHAOS),
     "pooling": ("server/extensions/pooling", "server/extensions/ollama", "engine/features/token_embed"),
-    "recording": ("server/extensions/recording",),
+    "quarantine": (CHAOS,),
+    "recording": ("server/extensions/recording", CHAOS),
     "sessions": ("server/extensions/sessions",),
+    "shared_prefix": (CHAOS,),
+    "speculation": (CHAOS,),
+    "states": (CHAOS,),
     "traffic": ("server/extensions/whatif",),
     "weight_updates": ("server/extensions/weight_updates",),
 }
 # The product's other files that import from a feature.
-IMPORTERS = {"pooling": {"engine/llm.py"}, "weight_updates": {"engine/llm.py"}}
+IMPORTERS = {"pooling": {"engine/llm.py"}, "weight_updates": {"callboard/weights.py", "engine/llm.py"}}
 # What names a feature, and more folders that are its own.
 NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "explain": (r"features\.explain|/explain\b", ()),

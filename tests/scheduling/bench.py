@@ -20,8 +20,8 @@ from engine.scheduling.rows import PlannerLimits
 from engine.types.notices import LossExplained
 from engine.types.params import SamplingParams
 from engine.types.prompt import Origin
+from server.extensions.chaos.sim.planner_features import features_of
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
-from tests.scheduling.features import features_of
 
 EOS = 3
 

@@ -7,8 +7,8 @@ import pytest
 from engine.features.host_tier.messages import Transfers
 from engine.messages import Admission, Step
 from engine.types.params import SamplingParams
-from tests.sim.device import SimDevice, SimIncorrect
-from tests.sim.store import SimStore
+from server.extensions.chaos.sim.device import SimDevice, SimIncorrect
+from server.extensions.chaos.sim.store import SimStore
 
 
 def int32(*numbers: int) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.sim.loop import SimDeadlock, SimLivelock, SimLoop
+from server.extensions.chaos.sim.loop import SimDeadlock, SimLivelock, SimLoop
 
 DAY_S = 86_400.0
 

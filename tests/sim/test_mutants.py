@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 
-from tests.sim.mutants import MUTANTS, Mutant, planted
-from tests.sim.run import play_seed
-from tests.sim.world import Outcome
+from server.extensions.chaos.sim.mutants import MUTANTS, Mutant, planted
+from server.extensions.chaos.sim.run import play_seed
+from server.extensions.chaos.sim.world import RunOutcome
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +15,7 @@ NUM_SEEDS = 200
 TELLING = (70, 4, 49, 47, 42)
 
 
-def first_failure(mutant: Mutant) -> Outcome | None:
+def first_failure(mutant: Mutant) -> RunOutcome | None:
     """Of the telling seeds and the first ones, the first that fails while the bug is there."""
     with planted(mutant):
         for seed in (*TELLING, *range(NUM_SEEDS)):

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from tests.sim.mutants import Mutant, planted
-from tests.sim.recovery import World, draw, explain, play, shrink_plan
-from tests.sim.recovery_mutants import MUTANTS, a_lost_fronts_requests_go_on
-from tests.sim.traffic import KINDS
+from server.extensions.chaos.sim.mutants import Mutant, planted
+from server.extensions.chaos.sim.recovery import WorkerWorld, draw, explain, play, shrink_plan
+from server.extensions.chaos.sim.recovery_mutants import MUTANTS, a_lost_fronts_requests_go_on
+from server.extensions.chaos.sim.traffic import KINDS
 
 NUM_SEEDS = 200
 MUTANT_SEEDS = 200
@@ -43,7 +43,7 @@ def test_whatever_befalls_workers_all_comes_to_rest_or_is_given_up_in_time() -> 
     assert set(kinds) == set(KINDS)
 
 
-def first_failure(mutant: Mutant) -> World | None:
+def first_failure(mutant: Mutant) -> WorkerWorld | None:
     """Of the first seeds, the first that fails while the bug is there."""
     with planted(mutant, MUTANTS):
         for seed in range(MUTANT_SEEDS):

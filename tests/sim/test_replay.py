@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.sim.dice import draw
-from tests.sim.run import REPOSITORY, main, play_seed, replay_line
+from server.extensions.chaos.sim.dice import draw
+from server.extensions.chaos.sim.run import REPOSITORY, main, play_seed, replay_line
 
 SEEDS = (7, 63, 104)
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from tests.sim.run import MARKS, Sweep, explain, sweep
-from tests.sim.world import Outcome
+from server.extensions.chaos.sim.run import MARKS, Sweep, explain, sweep
+from server.extensions.chaos.sim.world import RunOutcome
 
 NUM_QUICK_SEEDS = 30
 NUM_SEEDS = 200  # planted bugs, see ``test_mutants.py``, are found within as many
 SHRINK_S = 20.0
 
 
-def outcome_of(seed: int, marks: dict[str, int], failure: tuple[str, str] | None = None) -> Outcome:
-    return Outcome(seed=seed, digest=0, virtual_s=2.0, num_steps=10, num_requests=4, marks=marks, failure=failure)
+def outcome_of(seed: int, marks: dict[str, int], failure: tuple[str, str] | None = None) -> RunOutcome:
+    return RunOutcome(seed=seed, digest=0, virtual_s=2.0, num_steps=10, num_requests=4, marks=marks, failure=failure)
 
 
 def test_tens_of_seeds_pass() -> None:

@@ -4,11 +4,11 @@ from functools import cache
 
 import pytest
 
-from tests.sim.dice import WITH_STATES
-from tests.sim.mutants import Mutant, planted
-from tests.sim.run import Sweep, explain, play_seed, sweep
-from tests.sim.state_mutants import MUTANTS
-from tests.sim.world import Outcome
+from server.extensions.chaos.sim.dice import WITH_STATES
+from server.extensions.chaos.sim.mutants import Mutant, planted
+from server.extensions.chaos.sim.run import Sweep, explain, play_seed, sweep
+from server.extensions.chaos.sim.state_mutants import MUTANTS
+from server.extensions.chaos.sim.world import RunOutcome
 
 NUM_QUICK_SEEDS = 10
 NUM_SEEDS = 200
@@ -26,6 +26,7 @@ MARKS = (
     "pages back from host",
     "state before a wrong token",
     "state from host",
+    "state from the store",
     "state of a retracted row",
     "state to host",
     "states for two rows",
@@ -47,7 +48,7 @@ def test_hundreds_of_seeds_pass_and_everything_happens_in_them() -> None:
     assert not (missing := [mark for mark in MARKS if not result.marks[mark]]), missing
 
 
-def first_failure(mutant: Mutant) -> Outcome | None:
+def first_failure(mutant: Mutant) -> RunOutcome | None:
     """The first failure of the seeds while the bug is there."""
     with planted(mutant, MUTANTS):
         outcomes = (play_seed(seed)[0] for seed in range(WITH_STATES, WITH_STATES + NUM_SEEDS))

@@ -24,9 +24,9 @@ from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.tokenizers import TokenizerPool, TokenizerSlot
 from engine.workers.wire import Wire
 from engine.workers.worker import Reports, WorkerLost
-from tests.sim.codec import SimCodec, text_of
-from tests.sim.loop import SimLoop
-from tests.sim.oracle import VOCAB
+from server.extensions.chaos.sim.codec import SimCodec, text_of
+from server.extensions.chaos.sim.loop import SimLoop
+from server.extensions.chaos.sim.oracle import VOCAB
 
 STEP_S = 0.01
 SILENCE_S = 0.5

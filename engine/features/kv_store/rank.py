@@ -8,23 +8,18 @@ import hashlib
 from collections.abc import Sequence
 from typing import Final
 
-import torch
-
 from engine.actors.runner import Answer
-from engine.checkpoints.fingerprint import fingerprint
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
+from engine.execution.page_contents import page_namespace
 from engine.features.kv_store.messages import NAME, FetchPages
-from engine.features.kv_store.pages import StoredPages
+from engine.features.kv_store.pages import StoredPages, StoredStates
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
-from engine.kernels.levels import levels_here
 from engine.layers.kv_pool import KVPool
 from engine.messages import FeatureRequest, Step
 from engine.plugins.hookspecs import KVStoreContext
-from engine.plugins.kinds import ATTENTION, LINEAR, named
 from engine.plugins.kv_store.kind import KV_STORE
 from engine.plugins.kv_store.store import KVStore
-from engine.settings.own_kernels import kernels_here
 
 BUFFER_BYTES: Final = 256 << 20  # of host memory for pages in transfer from the store, and as many for those to it
 
@@ -41,16 +36,24 @@ class StoreRank(RankFeature):
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
         """Open the store.  Raises PluginError."""
         context, page = self._context, pool.by_page[0]
-        name, namespace = context.plugins.names[KV_STORE], page_namespace(context, pool)
+        namespace = page_namespace(context, pool)
+        records, states = self._records(namespace, page.nbytes), None
+        if context.states is not None:
+            size = context.states.data[0].nbytes
+            of_states = hashlib.sha256(repr((namespace, "states", size)).encode()).digest()
+            states = StoredStates(self._records(of_states, size), context.states)
+        self.pages = StoredPages(records, pool, context.comm.rank, BUFFER_BYTES, states)
+
+    def _records(self, namespace: bytes, num_bytes: int) -> PageRecords:
+        context = self._context
         store_context = KVStoreContext(
-            record_bytes=DIGEST_BYTES + page.nbytes,
+            record_bytes=DIGEST_BYTES + num_bytes,
             namespace=namespace.hex(),
             rank=context.comm.rank,
             size=context.comm.size,
         )
-        store = context.plugins.build(name, store_context, KVStore)
-        records = PageRecords(store, namespace, page.nbytes)
-        self.pages = StoredPages(records, pool, context.comm.rank, BUFFER_BYTES)
+        store = context.plugins.build(context.plugins.names[KV_STORE], store_context, KVStore)
+        return PageRecords(store, namespace, num_bytes)
 
     def begin(self, step: Step) -> None:
         """Copy the pages that the step saves out of the pool, before anything else of the step changes them."""
@@ -77,20 +80,6 @@ class StoreRank(RankFeature):
     def leave(self) -> None:
         """End the threads without a wait."""
         self.pages.close(timeout_s=0.0)
-
-
-def page_namespace(context: RankContext, pool: KVPool) -> bytes:
-    """Return a digest of all that the bytes of a page depend on, except its tokens."""
-    config, comm, page = context.config, context.comm, pool.by_page[0]
-    load_format = config.model.load_format
-    seed = config.device.seed if load_format == "dummy" else None
-    shape = (str(pool.dtype), pool.format.kv_dtype, tuple(page.shape))
-    arithmetic: tuple[object, ...] = (config.model.quantization, config.model.numerics)
-    if config.model.numerics == "invariant":
-        place = (pool.data.device.type, kernels_here(), levels_here("")[0].name, torch.__version__)
-        arithmetic += (*place, named(config.plugins, ATTENTION), named(config.plugins, LINEAR))
-    what = (3, fingerprint(context.spec, load_format), seed, *arithmetic, *shape, comm.rank, comm.size)
-    return hashlib.sha256(repr(what).encode()).digest()
 
 
 def rank_feature(context: RankContext) -> StoreRank | None:

@@ -6,8 +6,8 @@ import pytest
 from engine.features.quarantine.suspects import LOSSES_TO_SUSPECT
 from engine.messages import Finish
 from engine.types.notices import LossExplained
+from server.extensions.chaos.sim.probe import quarantine_of
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
-from tests.sim.probe import quarantine_of
 
 
 def run_until_lost(bench: Bench, poison: int, at_output: int) -> bool:

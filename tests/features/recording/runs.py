@@ -23,10 +23,10 @@ from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
-from tests.sim import assembly, probe
-from tests.sim.oracle import VOCAB
-from tests.sim.scenario import Scenario
-from tests.sim.world import World
+from server.extensions.chaos.sim import assembly, probe
+from server.extensions.chaos.sim.oracle import VOCAB
+from server.extensions.chaos.sim.scenario import Scenario
+from server.extensions.chaos.sim.world import World
 
 BUILD = probe.build_planner
 NO_LIMIT = 1 << 30

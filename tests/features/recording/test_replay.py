@@ -14,9 +14,9 @@ import pytest
 from engine.features.recording.file import read_recording
 from engine.features.recording.replay import Replay
 from engine.messages import Admit, StepDone
+from server.extensions.chaos.sim.dice import draw
 from tests.features.recording.driver import SECRET, Driver
 from tests.features.recording.runs import recorded_run, strange_plugins
-from tests.sim.dice import draw
 
 pytestmark = pytest.mark.slow
 

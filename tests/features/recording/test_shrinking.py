@@ -22,13 +22,13 @@ from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
 from engine.types.notices import Reconfigure
-from tests.features.recording.driver import Driver
-from tests.scheduling.fake_device import FakeDevice
-from tests.sim.mutants import (
+from server.extensions.chaos.sim.mutants import (
     a_page_is_freed_twice,
     a_page_leaks_when_a_row_is_released,
     an_unlock_is_missed,
 )
+from tests.features.recording.driver import Driver
+from tests.scheduling.fake_device import FakeDevice
 
 pytestmark = pytest.mark.slow
 

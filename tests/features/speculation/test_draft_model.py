@@ -16,12 +16,12 @@ from engine.features.speculation.payoff import Payoff
 from engine.messages import Admission, Step
 from engine.types.errors import PluginError, WeightsError
 from engine.types.params import SamplingParams as Params
+from server.extensions.chaos.sim.liars import Everything
 from server.extensions.verify.verify import Way, verify_numerics
 from tests.engine.test_invariance import BASE, BY_NAME
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
 from tests.models.checkpoints import build, save
 from tests.sampling.borders import clear_of_borders
-from tests.scheduling.liars import Everything
 
 
 @pytest.fixture(scope="module")

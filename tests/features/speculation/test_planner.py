@@ -8,9 +8,9 @@ from engine.features.speculation.messages import NAME, proposals_of
 from engine.features.speculation.payoff import Payoff
 from engine.messages import Finish
 from engine.scheduling.proposer import DraftModel
+from server.extensions.chaos.sim.liars import KINDS, Everything, Liar, LiarSession
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 from tests.scheduling.fake_device import VOCAB, next_token
-from tests.scheduling.liars import KINDS, Everything, Liar, LiarSession
 
 
 @pytest.fixture(autouse=True)

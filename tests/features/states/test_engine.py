@@ -20,8 +20,8 @@ from engine.messages import Step
 from engine.plugins.proposer.ngram import NgramProposer
 from engine.scheduling.completions import Completions
 from engine.scheduling.rows import Sequence
+from server.extensions.chaos.sim.liars import Everything, Liar, from_sequences
 from tests.models.checkpoints import VOCAB, build, random_tokens, save
-from tests.scheduling.liars import Everything, Liar, from_sequences
 
 OUTPUT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)

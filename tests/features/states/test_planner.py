@@ -15,9 +15,9 @@ from engine.features.states.policy import EndsAndBranches
 from engine.features.states.slots import PAGES_PER_SLOT, SnapshotSlots
 from engine.messages import Step
 from engine.plugins.features import FeatureContext
+from server.extensions.chaos.sim.liars import Everything, Liar
 from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of, segments
 from tests.scheduling.fake_device import VOCAB, expected_output, next_token
-from tests.scheduling.liars import Everything, Liar
 
 PAGE = 4
 NOTHING = EndsAndBranches(keeps_prompts=False, keeps_turns=False, keeps_branches=False)

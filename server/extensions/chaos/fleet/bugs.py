@@ -1,0 +1,97 @@
+"""Planted bugs of routers and replicas: each must be found by the simulation of fleets.
+
+Owns: the bugs.  Does not know: how they are found.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from server.extensions.chaos.fleet.replica import SimReplica
+from server.extensions.chaos.sim.mutants import Mutant
+from server.extensions.replicas.replicas import Replicas
+from server.proxy.affinity import PrefixAffinity
+from server.proxy.passage import Passage
+from server.proxy.replica import Replica, State
+
+
+def a_lost_replica_is_still_chosen(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, replica, reason, url="": None
+
+
+def what_a_lost_replica_held_is_remembered(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, name: None
+
+
+def a_stream_goes_on_a_token_too_early(body: Callable[..., bytes]) -> Callable[..., bytes]:
+    def mutant(self: Passage) -> bytes:
+        for choice in self._choices.values():
+            choice.tokens = choice.tokens[:-4]
+        return body(self)
+
+    return mutant
+
+
+def a_stream_begins_anew_elsewhere(body: Callable[..., bytes]) -> Callable[..., bytes]:
+    def mutant(self: Passage) -> bytes:
+        self._choices.clear()
+        return body(self)
+
+    return mutant
+
+
+def events_are_passed_on_before_their_mark(take: Callable[..., bytes]) -> Callable[..., bytes]:
+    def mutant(self: Passage, chunk: bytes) -> bytes:
+        passed = take(self, chunk)
+        for choice in self._choices.values():
+            choice.num_events += 1
+            if len(choice.tokens) > 12:
+                del choice.tokens[-4:]
+        return passed
+
+    return mutant
+
+
+def half_a_stream_is_held_over_a_loss(body: Callable[..., bytes]) -> Callable[..., bytes]:
+    def mutant(self: Passage) -> bytes:
+        held = self._held
+        sent = body(self)
+        self._held = held or b"data: {"
+        return sent
+
+    return mutant
+
+
+def a_replica_that_comes_back_is_not_found(_: Callable[..., Any]) -> Callable[..., Any]:
+    async def mutant(self: Replicas, replica: Replica) -> None:
+        pass
+
+    return mutant
+
+
+def a_drained_replica_is_not_started(_: Callable[..., Any]) -> Callable[..., Any]:
+    async def mutant(self: Replicas, replica: Replica) -> None:
+        replica.state = State.STOPPED
+
+    return mutant
+
+
+def a_client_that_left_is_served_on(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, request_id: None
+
+
+def only_one_replica_gets_all(choose: Callable[..., Replica]) -> Callable[..., Replica]:
+    return lambda self, blocks, besides: self.all[0]
+
+
+MUTANTS: dict[Mutant, tuple[Any, str]] = {
+    a_lost_replica_is_still_chosen: (Replicas, "lose"),
+    what_a_lost_replica_held_is_remembered: (PrefixAffinity, "forget"),
+    a_stream_goes_on_a_token_too_early: (Passage, "body"),
+    a_stream_begins_anew_elsewhere: (Passage, "body"),
+    events_are_passed_on_before_their_mark: (Passage, "take"),
+    half_a_stream_is_held_over_a_loss: (Passage, "body"),
+    a_replica_that_comes_back_is_not_found: (Replicas, "_find"),
+    a_drained_replica_is_not_started: (Replicas, "undrain"),
+    a_client_that_left_is_served_on: (SimReplica, "_leave"),
+    only_one_replica_gets_all: (Replicas, "choose"),
+}

@@ -1,0 +1,512 @@
+"""Planted bugs: each must be found by the simulation, or the simulation proves nothing.
+
+Owns: the bugs.  Does not know: how they are found.
+Every one is a mistake that this code could make or that other engines have made, planted by replacing one method.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+import engine.scheduling.pages as holdings_module
+from engine.actors.ingress import Ingress, _Open
+from engine.actors.tokenizer import Tokenizer
+from engine.features.host_tier.tier import Transfer
+from engine.features.host_tier.tree import TieredTree
+from engine.features.kv_store.planner import StorePlanner
+from engine.features.kv_store.records import PageRecords
+from engine.features.late_masks.planner import LateMasks
+from engine.features.lora.planner import LoraPlanner
+from engine.features.lora.slots import AdapterSlots
+from engine.features.quarantine.suspects import Quarantine
+from engine.features.shared_prefix.planner import SharedPrefixPlanner
+from engine.features.speculation.messages import NAME
+from engine.features.speculation.planner import SpeculationPlanner
+from engine.kv.match import Match
+from engine.kv.node import SHARED, Namespace, Node
+from engine.kv.radix import RadixTree
+from engine.messages import Abort, StepDone
+from engine.plugins.policy.fair import FairShare
+from engine.scheduling.completions import Completions
+from engine.scheduling.decodes import Decodes
+from engine.scheduling.pages import PageManager
+from engine.scheduling.planner import Planner
+from engine.scheduling.prefills import Prefills
+from engine.scheduling.queue import RankedQueue
+from engine.scheduling.requests import Requests
+from engine.scheduling.rows import Rows, RowTable, Sequence
+from engine.scheduling.step_builder import Appends, InFlight, StepBuilder, Wave
+
+Mutant = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Gets the method as it is and returns the one that stands in its place."""
+
+
+@contextmanager
+def planted(mutant: Mutant, mutants: "dict[Mutant, tuple[Any, str]] | None" = None) -> Iterator[None]:
+    """The bug is there within this context.  mutants: where it is found, these by default."""
+    owner, name = (MUTANTS if mutants is None else mutants)[mutant]
+    assert hasattr(owner, name), f"{owner} has no {name} any more: plant {mutant.__name__} elsewhere"
+    is_own = name in vars(owner)  # an inherited method stays inherited
+    before, method = vars(owner).get(name), getattr(owner, name)
+    setattr(owner, name, mutant(method))
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+# ---- pages --------------------------------------------------------------------------------------
+
+
+def a_page_is_freed_twice(release: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: PageManager, row: int) -> None:
+        handle = self._handles[row]
+        handle.num_pages = max(0, handle.num_pages - 1)  # the tree's last page is freed as if it were the row's own
+        release(self, row)
+
+    return mutant
+
+
+def a_page_leaks_when_a_row_is_released(release: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: PageManager, row: int) -> None:
+        if self._table.num_pages[row] > self._handles[row].num_pages:
+            self._table.num_pages[row] -= 1
+        release(self, row)
+
+    return mutant
+
+
+def a_page_comes_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
+    def mutant(self: Decodes) -> Rows:
+        table, rows = self._table, self.rows
+        return rows[table.num_computed[rows] > table.num_pages[rows] * table.page_size]
+
+    return mutant
+
+
+def transfers_are_dropped(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
+    def mutant(self: TieredTree) -> list[Transfer]:
+        return drain(self)[1:]
+
+    return mutant
+
+
+def transfers_come_a_step_late(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
+    late: list[Transfer] = []
+
+    def mutant(self: TieredTree) -> list[Transfer]:
+        due, late[:] = list(late), drain(self)
+        return due
+
+    return mutant
+
+
+# ---- the prefix cache ---------------------------------------------------------------------------
+
+
+def an_unlock_is_missed(unlock: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: RadixTree, handle: Any) -> None:
+        if handle.num_pages % 3 != 2:
+            unlock(self, handle)
+
+    return mutant
+
+
+def a_live_page_can_be_evicted(lock: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: RadixTree, match: Any, priority: int = 0) -> Any:
+        handle = lock(self, match, priority)
+        self._lock_counts.release(handle.node)
+        return handle
+
+    return mutant
+
+
+def a_split_is_off_by_one(split: Callable[..., Node]) -> Callable[..., Node]:
+    def mutant(self: Node, num_pages: int) -> Node:
+        return split(self, num_pages - 1 if num_pages > 1 else num_pages)
+
+    return mutant
+
+
+def an_unfinished_page_is_published(publish: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: PageManager, row: int, num_tokens: int) -> None:
+        size = self._page_size
+        whole = -(-num_tokens // size) * size
+        publish(self, row, whole if whole <= self._table.num_pages[row] * size else num_tokens)
+
+    return mutant
+
+
+def duplicates_are_freed_at_once(publish: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: PageManager, row: int, num_tokens: int) -> None:
+        publish(self, row, num_tokens)
+        self.collect(1 << 60)
+
+    return mutant
+
+
+def rows_keep_stale_pages_after_dedup(_: Callable[..., list[Appends]]) -> Callable[..., list[Appends]]:
+    def mutant(self: PageManager) -> list[Appends]:
+        self._rewrites = []
+        return []
+
+    return mutant
+
+
+def salts_are_ignored(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
+    return lambda cache_salt="", adapter="": Namespace(adapter=adapter)
+
+
+def pages_are_cached_under_the_wrong_adapter(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
+    return lambda cache_salt="", adapter="": Namespace(cache_salt)
+
+
+def a_slot_is_filled_while_a_row_reads_it(_: Callable[..., bool]) -> Callable[..., bool]:
+    def mutant(self: AdapterSlots, adapter: Any) -> bool:
+        for slot in self._slots:
+            slot.rows.clear()
+        return True
+
+    return mutant
+
+
+def an_adapter_is_not_put_where_its_row_reads(take: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, row, adapter: (take(self, row, adapter)[0], not self._num_uses % 3)
+
+
+def slots_outlive_the_device(reset: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: LoraPlanner) -> Any:
+        slots = self._slots
+        held = reset(self)
+        for slot in slots._slots:
+            slot.rows.clear()
+        self._slots = slots
+        return held
+
+    return mutant
+
+
+def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]:
+    def mutant(self: PageManager, sequence: Sequence) -> int:
+        return self.tree.match(self._prefix_key(sequence), SHARED).num_cached * self._page_size
+
+    return mutant
+
+
+# ---- the store ----------------------------------------------------------------------------------
+
+
+def damaged_pages_are_used(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, page_hash, record: self.store.get(self._name(page_hash), record)
+
+
+def the_store_does_not_know_salts(last_hash: Callable[..., bytes]) -> Callable[..., bytes]:
+    def mutant(self: Match) -> bytes:
+        return last_hash(self if self.end is not None else Match(self.key, SHARED, self.version))
+
+    return mutant
+
+
+def fetched_pages_land_off_by_one(adopt: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: StorePlanner, sequence: Sequence, *others: Any) -> None:
+        if (fetched := self._answered.get(sequence.request_id)) is not None:
+            first_page = fetched.first_page - (fetched.num_pages > 1)
+            self._answered[sequence.request_id] = replace(fetched, first_page=first_page)
+        adopt(self, sequence, *others)
+
+    return mutant
+
+
+def pages_are_saved_a_step_late(attach: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: StorePlanner, step: StepBuilder) -> None:
+        late, self._saves = self._saves, getattr(self, "late", [])
+        attach(self, step)
+        self.late = late  # type: ignore[attr-defined]
+
+    return mutant
+
+
+def who_waits_for_the_store_cannot_be_cancelled(forget: Callable[..., bool]) -> Callable[..., bool]:
+    def mutant(self: StorePlanner, sequence: Sequence) -> bool:
+        waits = any(fetch.sequence is sequence for fetch in self._waiting.values())
+        return waits or forget(self, sequence)
+
+    return mutant
+
+
+# ---- rows and turns -----------------------------------------------------------------------------
+
+
+def a_row_is_reused_while_a_step_uses_it(release_ended: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Completions) -> None:
+        self._table.last_step[self._ended] = -1
+        release_ended(self)
+
+    return mutant
+
+
+def more_counts_as_computed_than_is(take: Callable[..., int]) -> Callable[..., int]:
+    def mutant(self: RowTable, sequence: Sequence, pages: Any, num_shared: int) -> int:
+        row = take(self, sequence, pages, num_shared)
+        if 0 < self.num_computed[row] < self.num_known[row] - 1:
+            self.num_computed[row] += 1
+        return row
+
+    return mutant
+
+
+def a_retraction_forgets_a_token(wait: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Prefills, sequence: Sequence) -> None:
+        if len(sequence.tokens) > sequence.num_prompt:
+            sequence.tokens = sequence.tokens[:-1]
+        wait(self, sequence)
+
+    return mutant
+
+
+def the_youngest_goes_first(push: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: RankedQueue, sequence: Sequence) -> None:
+        rank, self._rank = self._rank, lambda one: (-one.arrival,)
+        push(self, sequence)
+        self._rank = rank
+
+    return mutant
+
+
+def a_tenant_is_served_for_nothing(served: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: FairShare, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        if tenant != "greedy":
+            served(self, tenant, num_prompt_tokens, num_output_tokens)
+
+    return mutant
+
+
+def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: SharedPrefixPlanner, row: int) -> None:
+        self._unshared.clear()
+
+    return mutant
+
+
+# ---- speculation --------------------------------------------------------------------------------
+
+
+def whatever_was_proposed_is_accepted(verified: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: SpeculationPlanner, record: InFlight, sampled: Wave) -> Any:
+        drafts, at = {}, record.num_decodes
+        for row, proposed in record.notes.get(NAME, {}).items():
+            drafts[row] = tuple(sampled.tokens[at : at + len(proposed)].tolist())
+            at += len(proposed) + 1
+        return verified(self, replace(record, notes={NAME: drafts}), sampled)
+
+    return mutant
+
+
+def a_row_goes_on_a_token_too_late(completed: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: SpeculationPlanner, record: InFlight, seconds: float) -> None:
+        completed(self, record, seconds)
+        self._table.num_known[list(self._overrun)] += 1
+
+    return mutant
+
+
+def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: SpeculationPlanner, record: InFlight, seconds: float) -> None:
+        completed(self, record, seconds)
+        self._overrun.clear()
+
+    return mutant
+
+
+def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
+    def mutant(self: Completions, row: int) -> int:
+        # Where the row goes on, keys and values are still those of the token that was rejected there.
+        speculating = [one for one in self._features.all if isinstance(one, SpeculationPlanner)]
+        return num_done(self, row) + any(row in getattr(one._guesses, "_lines", ()) for one in speculating)
+
+    return mutant
+
+
+def more_is_proposed_than_a_request_may_say(_: Callable[..., int]) -> Callable[..., int]:
+    return lambda self, row, num: num
+
+
+# ---- the end of a request -----------------------------------------------------------------------
+
+
+def a_token_after_the_end_is_shown(complete: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Completions, done: StepDone) -> None:
+        ended, self._ended = self._ended, []
+        complete(self, done)
+        self._ended += ended
+
+    return mutant
+
+
+def a_request_ends_twice(end: Callable[..., _Open]) -> Callable[..., _Open]:
+    def mutant(self: Ingress, request_id: int) -> _Open:
+        request = end(self, request_id)
+        if request_id % 5 == 0:
+            self._open[request_id] = request
+        return request
+
+    return mutant
+
+
+def a_cancel_is_lost(_: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Tokenizer, message: Abort) -> None:
+        self._texts.pop(message.request_id, None)
+
+    return mutant
+
+
+def a_deadline_is_lost(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, request_id: None
+
+
+# ---- another device -----------------------------------------------------------------------------
+
+
+def the_cache_outlives_the_device(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self: None
+
+
+def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Planner, **how: bool) -> None:
+        running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
+        restart(self, **how)
+        for sequence in running:
+            self._prefills.forget(sequence)
+
+    return mutant
+
+
+def what_was_said_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Planner, **how: bool) -> None:
+        self.table.num_known[:] = self.table.num_prompt
+        restart(self, **how)
+
+    return mutant
+
+
+def who_waits_is_lost_with_the_planner(take_over: Callable[..., list[Sequence]]) -> Callable[..., list[Sequence]]:
+    return lambda self, other: take_over(self, other)[1:]
+
+
+def a_loss_blames_at_once(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, sequence, num_done, num_planned: True
+
+
+def suspects_run_together(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self: self._suspects[0] if self._suspects else self.waiting.first()
+
+
+def a_cancelled_request_is_never_let_go_of(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, request_id: request_id in self._leaving
+
+
+# ---- late masks ---------------------------------------------------------------------------------
+
+
+def a_late_row_takes_part_without_its_mask(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, part, done: False
+
+
+def a_slow_row_is_in_two_steps_at_once(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, step: None
+
+
+def a_late_row_is_never_woken(join: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: LateMasks, row: int) -> None:
+        self._out.discard(row)
+
+    return mutant
+
+
+def a_late_row_that_is_alone_sits_out(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self: None
+
+
+def a_late_row_is_woken_twice(join: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: LateMasks, row: int) -> None:
+        join(self, row)
+        self._decodes.join(row)  # each of its tokens counts twice
+
+    return mutant
+
+
+def a_late_row_is_woken_before_its_step_is_done(take: Callable[..., bool]) -> Callable[..., bool]:
+    def mutant(self: LateMasks, part: bytes, done: StepDone) -> bool:
+        return take(self, part, msgspec.structs.replace(done, step_id=done.step_id + 2))
+
+    return mutant
+
+
+def a_late_row_comes_back_after_its_end(left: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, row: self._join_if_idle()
+
+
+def late_rows_outlive_the_device(_: Callable[..., list[Sequence]]) -> Callable[..., list[Sequence]]:
+    return lambda self: []
+
+
+MUTANTS: dict[Mutant, tuple[Any, str]] = {
+    a_page_is_freed_twice: (PageManager, "release"),
+    a_page_leaks_when_a_row_is_released: (PageManager, "release"),
+    a_page_comes_one_token_late: (Decodes, "_needy"),
+    transfers_are_dropped: (TieredTree, "drain_transfers"),
+    transfers_come_a_step_late: (TieredTree, "drain_transfers"),
+    an_unlock_is_missed: (RadixTree, "unlock"),
+    a_live_page_can_be_evicted: (RadixTree, "lock"),
+    a_split_is_off_by_one: (Node, "split"),
+    an_unfinished_page_is_published: (PageManager, "publish"),
+    duplicates_are_freed_at_once: (PageManager, "publish"),
+    rows_keep_stale_pages_after_dedup: (PageManager, "take_rewrites"),
+    salts_are_ignored: (holdings_module, "Namespace"),
+    pages_are_cached_under_the_wrong_adapter: (holdings_module, "Namespace"),
+    a_slot_is_filled_while_a_row_reads_it: (AdapterSlots, "has_room"),
+    an_adapter_is_not_put_where_its_row_reads: (AdapterSlots, "take"),
+    slots_outlive_the_device: (LoraPlanner, "reset"),
+    the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
+    damaged_pages_are_used: (PageRecords, "load"),
+    the_store_does_not_know_salts: (Match, "last_hash"),
+    fetched_pages_land_off_by_one: (StorePlanner, "adopt"),
+    pages_are_saved_a_step_late: (StorePlanner, "attach"),
+    who_waits_for_the_store_cannot_be_cancelled: (StorePlanner, "forget"),
+    a_row_is_reused_while_a_step_uses_it: (Completions, "_release_ended"),
+    more_counts_as_computed_than_is: (RowTable, "take"),
+    a_retraction_forgets_a_token: (Prefills, "wait"),
+    the_youngest_goes_first: (RankedQueue, "push"),
+    a_tenant_is_served_for_nothing: (FairShare, "served"),
+    who_stands_aside_is_forgotten: (SharedPrefixPlanner, "left"),
+    whatever_was_proposed_is_accepted: (SpeculationPlanner, "waves"),
+    a_row_goes_on_a_token_too_late: (SpeculationPlanner, "completed"),
+    the_device_is_not_told_where_a_row_goes_on: (SpeculationPlanner, "completed"),
+    a_rejected_page_is_published: (Completions, "num_done"),
+    more_is_proposed_than_a_request_may_say: (SpeculationPlanner, "_room"),
+    a_token_after_the_end_is_shown: (Completions, "complete"),
+    a_request_ends_twice: (Ingress, "_end"),
+    a_cancel_is_lost: (Tokenizer, "_abort"),
+    a_deadline_is_lost: (Ingress, "_expire"),
+    the_cache_outlives_the_device: (RadixTree, "forget"),
+    who_ran_is_lost_with_the_device: (Planner, "restart"),
+    what_was_said_is_lost_with_the_device: (Planner, "restart"),
+    who_waits_is_lost_with_the_planner: (Requests, "take_over"),
+    a_late_row_takes_part_without_its_mask: (LateMasks, "take"),
+    a_slow_row_is_in_two_steps_at_once: (LateMasks, "attach"),
+    a_late_row_is_never_woken: (LateMasks, "_join"),
+    a_late_row_that_is_alone_sits_out: (LateMasks, "_join_if_idle"),
+    a_late_row_is_woken_twice: (LateMasks, "_join"),
+    a_late_row_is_woken_before_its_step_is_done: (LateMasks, "take"),
+    a_late_row_comes_back_after_its_end: (LateMasks, "left"),
+    late_rows_outlive_the_device: (LateMasks, "reset"),
+    a_loss_blames_at_once: (Quarantine, "note_loss"),
+    suspects_run_together: (Quarantine, "first"),
+    a_cancelled_request_is_never_let_go_of: (Ingress, "_has_left"),
+}

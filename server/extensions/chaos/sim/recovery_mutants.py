@@ -1,0 +1,152 @@
+"""Planted bugs in what starts, watches, restarts and ends workers: each must be found by the simulation of recovery.
+
+Owns: the bugs.  Does not know: how they are found.  See ``mutants.py``.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from engine.workers.executors import _ExecutorGroup
+from engine.workers.frontend import RemoteIngress
+from engine.workers.group import Watch, WorkerGroup, WorkerRun, _Generation
+from engine.workers.limits import RestartIntensity
+from engine.workers.messages import Handover
+from engine.workers.tokenizers import TokenizerPool
+from engine.workers.worker import WorkerLost
+from server.extensions.chaos.sim.mutants import Mutant
+from server.extensions.chaos.sim.recovery import SimWorker
+
+
+def a_lost_worker_is_still_heard(_: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: _Generation[Any, Any]) -> None:
+        for life in self.lives:
+            life.takes_work = False
+
+    return mutant
+
+
+def a_lost_worker_still_gets_work(_: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: _Generation[Any, Any]) -> None:
+        self.is_open = False
+
+    return mutant
+
+
+def a_hang_is_not_noticed(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, patience=1: None
+
+
+def a_hang_while_loading_is_not_noticed(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self: None
+
+
+def a_worker_that_speaks_counts_as_silent(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self: None
+
+
+def a_loading_worker_is_watched_like_any(tick: Callable[..., str | None]) -> Callable[..., str | None]:
+    return lambda self, patience=1: tick(self)
+
+
+def one_that_loads_too_long_is_waited_for(lost: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: _Generation[Any, Any], loss: WorkerLost) -> None:
+        if "did not load" not in str(loss):
+            lost(self, loss)
+
+    return mutant
+
+
+def the_first_that_loads_stands_for_all(heard: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: _Generation[Any, Any], life: WorkerRun[Any, Any], message: Any) -> None:
+        for one in self.lives:
+            one.ready = one.ready or life.ready
+        heard(self, life, message)
+
+    return mutant
+
+
+def the_next_starts_before_the_last_is_gone(_: Callable[..., Any]) -> Callable[..., Any]:
+    async def mutant(self: SimWorker, *, is_stuck: bool) -> None:
+        self.world.killed(self)
+
+    return mutant
+
+
+def a_slot_is_filled_again_while_the_engine_ends(live: Callable[..., Any]) -> Callable[..., Any]:
+    async def mutant(self: WorkerGroup[Any, Any], slots: Any) -> Any:
+        generations = [slot.life for slot in slots]
+        losses = await live(self, slots)
+        lives = [slot.life for slot in slots if slot.life not in generations]
+        return losses or [loss for life in lives for loss in life._generation.losses]
+
+    return mutant
+
+
+def a_kill_is_cut_short(give_up: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: WorkerGroup[Any, Any]) -> None:
+        give_up(self)
+        for task in asyncio.all_tasks():
+            if task.get_name().endswith(".keep"):
+                task.cancel()
+
+    return mutant
+
+
+def workers_are_killed_at_the_end(_: Callable[..., Any]) -> Callable[..., Any]:
+    async def mutant(self: Any) -> None:
+        pass
+
+    return mutant
+
+
+def restarts_are_not_counted(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, now: True
+
+
+def every_restart_counts_twice(allows: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, now: allows(self, now) and allows(self, now)
+
+
+def the_scheduler_hears_of_a_loss_too_late(_: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: _ExecutorGroup, slots: Any, loss: Any) -> None:
+        self._lost_at = 0.0
+
+    return mutant
+
+
+def requests_wait_for_a_tokenizer_that_is_gone(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, slots, loss: None
+
+
+def a_lost_fronts_requests_go_on(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self: self._open.clear()
+
+
+def the_next_front_counts_from_one(_: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: RemoteIngress) -> Any:
+        return Handover()
+
+    return mutant
+
+
+MUTANTS: dict[Mutant, tuple[Any, str]] = {
+    a_lost_worker_is_still_heard: (_Generation, "close"),
+    a_lost_worker_still_gets_work: (_Generation, "close"),
+    a_hang_is_not_noticed: (Watch, "tick"),
+    a_hang_while_loading_is_not_noticed: (_Generation, "tick_loading"),
+    a_worker_that_speaks_counts_as_silent: (Watch, "received"),
+    a_loading_worker_is_watched_like_any: (Watch, "tick"),
+    one_that_loads_too_long_is_waited_for: (_Generation, "lost"),
+    the_first_that_loads_stands_for_all: (_Generation, "received"),
+    the_next_starts_before_the_last_is_gone: (SimWorker, "kill"),
+    a_slot_is_filled_again_while_the_engine_ends: (WorkerGroup, "_live"),
+    a_kill_is_cut_short: (WorkerGroup, "_give_up"),
+    workers_are_killed_at_the_end: (SimWorker, "end"),
+    restarts_are_not_counted: (RestartIntensity, "allows"),
+    every_restart_counts_twice: (RestartIntensity, "allows"),
+    the_scheduler_hears_of_a_loss_too_late: (_ExecutorGroup, "on_lost"),
+    requests_wait_for_a_tokenizer_that_is_gone: (TokenizerPool, "on_lost"),
+    a_lost_fronts_requests_go_on: (RemoteIngress, "_abort_open"),
+    the_next_front_counts_from_one: (RemoteIngress, "_handover"),
+}
