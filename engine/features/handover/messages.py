@@ -5,8 +5,8 @@ Owns: their types and how each is encoded.  Does not know: when one is sent, wha
     borrower ─Claim→ lender       the pages of a prompt are wanted; its tokens name them
     borrower ←Grant─ lender       so many are kept for it, for the length of a lease       or Deny
     borrower ─Fetch→ lender       one group of pages is wanted; the lease begins anew
-    borrower ←Group─ lender       the group, with a digest
-    borrower ─Acknowledge→ lender   all pages have arrived, the lender may forget them      or ReleasePages: none is wanted
+    borrower ←PageGroup─ lender   the group, with a digest
+    borrower ─Acknowledge→ lender all pages have arrived, and the lender may forget them   or ReleasePages
 
 Every message between engines may be lost, doubled, late or overtaken.  ``name`` is a digest of the tokens and of the
 request, so a message that comes too late fits no other transfer, and a page of the name has one possible content.
