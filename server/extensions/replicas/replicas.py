@@ -5,7 +5,7 @@ Owns: each one's state, the choice, the watch over them.  Does not know: how one
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,16 +15,13 @@ import msgspec
 from engine.host.timeouts import is_set_within
 from engine.types.errors import CallboardError
 from server.extensions.replicas.held import PATH
+from server.extensions.replicas.routing import Offer, PrefixRouting, RoutingPolicy
 from server.proxy.affinity import HeldBlocks, PrefixAffinity
 from server.proxy.replica import CHECK_TIMEOUT_S, Replica, State, unavailable
 
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.5
-# The replica that has the prefix is chosen unless it has so many requests more than the least busy one, and so many
-# times as many.
-SLACK_REQUESTS = 8
-SLACK_FACTOR = 1.5
 
 
 class Fleet(Protocol):
@@ -50,14 +47,10 @@ class Fleet(Protocol):
         ...
 
 
-def _least_busy(replicas: Iterable[Replica]) -> Replica:
-    return min(replicas, key=lambda one: (one.num_open, one.num_sent))
-
-
 class Replicas:
     """All replicas.  Run ``watch`` and ``follow`` as tasks for each.
 
-    drain_timeout_s: what a replica gets to finish its requests.
+    drain_timeout_s: what a replica gets to finish its requests.  routing: by the prompt's beginning unless given.
 
     num_requests: that found a replica, a stream that goes on elsewhere once more; num_with_prefix: of these, those
     that went where their prompt's beginning had gone before.  num_resumed: streams that went on elsewhere.
@@ -66,7 +59,12 @@ class Replicas:
     noun = "replica"
 
     def __init__(
-        self, fleet: Fleet, session: aiohttp.ClientSession, affinity: PrefixAffinity, drain_timeout_s: float
+        self,
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+        affinity: PrefixAffinity,
+        drain_timeout_s: float,
+        routing: RoutingPolicy | None = None,
     ) -> None:
         self.all = [Replica(f"replica{number}") for number in range(fleet.size)]
         self.num_requests = 0
@@ -77,22 +75,19 @@ class Replicas:
         self._fleet = fleet
         self._session = session
         self._affinity = affinity
+        self._routing = routing or PrefixRouting()
 
     def choose(self, blocks: list[bytes], besides: list[Replica]) -> Replica:
-        """The replica that a request goes to: the one that has its prefix, unless that is far busier than another.
+        """The replica that a request goes to, by the routing policy.
 
         besides: those that were tried.  Raises RequestError, a 503, if none is left."""
         ready = {one.name: one for one in self.all if one.state is State.READY and one not in besides}
         if not ready:
             raise unavailable("no replica can take this request now")
-        names = self._affinity.find(blocks, ready)
-        least = _least_busy(ready.values())
-        chosen = _least_busy(ready[name] for name in names) if names else least
-        if chosen.num_open > max(least.num_open + SLACK_REQUESTS, least.num_open * SLACK_FACTOR):
-            chosen = least
+        chosen = self._routing.choose(Offer(blocks, ready, self._affinity))
         if not besides:
             self.num_requests += 1
-            self.num_with_prefix += chosen.name in names
+            self.num_with_prefix += self._affinity.has_beginning(blocks, chosen.name)
         self._affinity.note(blocks, chosen.name)
         return chosen
 
