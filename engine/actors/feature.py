@@ -56,5 +56,11 @@ class EngineFeature:
         """Do an operator's operation.  Return its outcome.  Raises RequestError if it cannot be done."""
         raise RequestError("there is no such operation", status=404, code="no_operation")
 
+    async def rest(self, tags: tuple[str, ...]) -> None:
+        """Give memory back of the kinds that ``tags`` name, so that no step starts.  Raises RequestError."""
+
+    async def rise(self, tags: tuple[str, ...]) -> None:
+        """Take memory again.  Raises RequestError."""
+
     def close(self) -> None:
         """Finish; the actors have ended.  It is called on a thread and may wait for a disk."""

@@ -22,7 +22,7 @@ class Operate(Message, frozen=True, kw_only=True):
     number: the answer, an ``Operated``, has the same one.
     text: TOML with the settings, None for the file that the server was started with; the argument of a feature.
     feature: its name.
-    dry_run: only report what would change.  level: of sleep, as in ``Changeover.sleep``."""
+    dry_run: only report what would change.  level, tags: of sleep, as in ``Changeover.sleep``."""
 
     what: Literal["apply", "sleep", "wake_up", "feature"]
     number: int = 0
@@ -30,6 +30,7 @@ class Operate(Message, frozen=True, kw_only=True):
     text: str | None = None
     dry_run: bool = False
     level: Literal[1, 2] = 1
+    tags: tuple[str, ...] = ()
 
 
 class Operated(Message, frozen=True, kw_only=True):

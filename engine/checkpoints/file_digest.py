@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 MOST_THREADS = 8  # together faster than a disk; hashlib releases the interpreter's lock
 KEPT_BYTES = 1 << 28  # the digest of a smaller file is computed within half a second, and not kept
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - nothing is written there
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -29,10 +30,13 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
 
 
 def _file_digest(path: Path) -> str:
-    path = path.resolve()
-    if path.parent.name == "blobs" and SHA256.fullmatch(path.name):
-        return path.name  # the hub's cache names a download by its SHA-256
+    real = path.resolve()
+    if real.parent.name == "blobs" and SHA256.fullmatch(real.name):
+        return real.name  # the hub's cache names a download by its SHA-256
+    path = real if real.exists() else path  # memory without a name is at the end of a link
     facts = path.stat()
+    if SHARED_MEMORY.exists() and facts.st_dev == SHARED_MEMORY.stat().st_dev:
+        return _computed(path)  # a process that has mapped it may change it, and its times stay
     # The inode's change time counts, too: images and archives may give all their files one mtime_ns.
     return _digest_of(path, (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino))
 

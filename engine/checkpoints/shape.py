@@ -7,6 +7,7 @@ Owns: the parts, and how they form a decoder.  Does not know: torch, weights, ra
 The file is long because the parts refer to each other, and a family's author finds them in one place.
 """
 
+import re
 from collections.abc import Sequence
 from math import prod
 from typing import ClassVar, Literal, Self
@@ -441,8 +442,11 @@ class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
     built_by: ClassVar[str] = "engine.layers.kimi_delta:KimiDelta"
     rank: int
 
-    def of_rank(self, size: int) -> Self:
-        return RecurrentShape.of_rank(self, size)
+    @property
+    def inner(self) -> tuple[MatrixRows, ...]:
+        """Queries, keys, values, what gates and decays pass through, which is whole on each rank, and b."""
+        *of_heads, gate, factors, decays = super().inner
+        return *of_heads, replace(gate, units=1), factors, replace(decays, units=1)
 
     @property
     def gate_names(self) -> tuple[str, str, str]:
@@ -796,12 +800,42 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of a checkpoint's tensors; a layer's index follows ``layers``."""
+    """Names of a checkpoint's tensors; a layer's index follows ``layers``.
+
+    modules: beginnings or middles of names, each with what transformers' modules have in its place."""
 
     embedding: str = "model.embed_tokens"
     positions: str = ""
     layers: str = "model.layers"
     head: str = "lm_head"
+    modules: tuple[tuple[str, str], ...] = ()
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """Return a name, and that of the same module in transformers if it is another one."""
+        return name, *(name.replace(own, theirs, 1) for own, theirs in self.modules if own in name)
+
+
+class PredictorShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer behind the last one that predicts one token further than the LM head (DeepSeek-AI 2024).
+
+    It reads a state that the LM head reads, and the token after it: the layer's input is the product ``fuse`` of the
+    norms of the token's embedding and of the state.  What ``norm`` makes of its result goes to the model's LM head.
+    stem: what the names of all its tensors begin with.  prefix: of those of the layer.  The other names are whole.
+    unread: patterns of those that are not read: copies of the model's tables."""
+
+    stem: str
+    prefix: str
+    layer: LayerShape
+    embedding_norm: PartShape
+    state_norm: PartShape
+    fuse: str
+    norm: PartShape
+    unread: tuple[str, ...] = (r"\.(embed_tokens|shared_head\.head)\.weight$",)
+
+    @property
+    def pattern(self) -> str:
+        """A pattern of the names of its tensors."""
+        return rf"^{re.escape(self.stem)}\."
 
 
 class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -815,6 +849,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     unread: patterns for the names of stored tensors that are not read.
     task_head: head in place of the LM head; None for the LM head.  A family sets it if labels have another name than
     in transformers; for other models it follows from the checkpoint's files.
+    predictor: a layer for drafts, which is not built; None for none.
     """
 
     built_by: ClassVar[str] = "engine.models.decoder:Decoder"
@@ -832,6 +867,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     unread: tuple[str, ...] = ()
     names: Names = Names()
     task_head: PartShape | None = None
+    predictor: PredictorShape | None = None
 
     @property
     def num_outputs(self) -> int:

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 BYTES_PER_PARAMETER = 4  # at most, in host memory
 MEMORY_SHARE = 0.7  # of the available memory, for a second set of weights; pages and activations take memory as well
+TAGS = ("weights", "kv_cache")  # kinds of memory that are given back
 Road = Literal["none", "live", "beside", "after"]
 
 
@@ -126,12 +127,16 @@ class Changeover:
             return "after"
         return "beside" if BYTES_PER_PARAMETER * new.num_parameters < MEMORY_SHARE * available_bytes() else "after"
 
-    async def sleep(self, level: Literal[1, 2]) -> None:
+    async def sleep(self, level: Literal[1, 2], tags: tuple[str, ...] = ()) -> None:
         """Stop taking requests and running steps.  Running requests wait where they are, until ``wake``.
 
-        level: 1 keeps executors on CPUs as they are; with 2, and on GPUs, executors end and their memory is free."""
+        level: 1 keeps executors on CPUs as they are; with 2, and on GPUs, executors end and their memory is free.
+        tags: of ``TAGS``; executors give back the memory that these name, and requests wait.  Raises RequestError."""
         async with self._lock:
             if self.is_asleep:
+                return
+            if tags:
+                await self._rest(tags)
                 return
             self.is_asleep = True
             config = self._system.config
@@ -142,13 +147,28 @@ class Changeover:
             if not keep:
                 await asyncio.to_thread(release_freed)
 
-    async def wake(self) -> None:
-        """Let executors work again, and requests go on.  Raises the error of loading them, and sleeps on then."""
+    async def wake(self, tags: tuple[str, ...] = ()) -> None:
+        """Let executors work again, and requests go on.  Raises the error of loading them, and sleeps on then.
+
+        tags: of ``TAGS``, none for all; requests go on when all memory is there again."""
         async with self._lock:
+            left = tuple(one for one in TAGS if tags and one not in tags)
             if self.is_asleep:
-                await self._system.executors.resume()
-                self.is_asleep = False
-                log.info("the engine is awake")
+                on_gpu = _is_on_gpu(self._system.config)
+                rest = asyncio.create_task(self._rest(() if on_gpu else left))  # no step starts before it has ended
+                try:
+                    await self._system.executors.resume()
+                    self.is_asleep = False
+                    await rest
+                finally:
+                    rest.cancel()
+            for feature in self._system.features.values():
+                await feature.rise(tags or TAGS)
+            log.info("the engine is awake%s", f", but for {', '.join(left)}" if left else "")
+
+    async def _rest(self, tags: tuple[str, ...]) -> None:
+        for feature in self._system.features.values() if tags else ():
+            await feature.rest(tags)
 
 
 def _is_on_gpu(config: Config) -> bool:

@@ -33,6 +33,7 @@ class RadixTree:
     record_events: collect the events that ``drain_events`` returns, which must be called then.
     num_handles: number of handles that are locked.
     new_pages: called with the pages that a request gives the tree: their node, index of the first in it, the pages.
+    new_state: called with a node behind whose end a state is new, and the slot of that state.
     A feature may use a subclass, which keeps pages that are evicted, or states behind them."""
 
     def __init__(
@@ -45,6 +46,7 @@ class RadixTree:
         self._strategy = strategy
         self._events = EventLog(self.page_bytes, stride=self._stride) if record_events else None
         self.new_pages: Callable[[Node, int, Pages], None] | None = None
+        self.new_state: Callable[[Node, int], None] | None = None
         self._version = 0
         self._clear()
 

@@ -36,7 +36,9 @@ class GatedDelta(RecurrentPart):
         self.shape = mine = shape.of_rank(comm.size)
         self.inner = ColumnLinear(hidden_size, shape.inner, False, comm, device, dtype)
         self.convolution = CausalConvolution(shape.convolved, shape.taps, False, comm, device, dtype)
-        self.decay_H = parameter(mine.num_heads, device=device, dtype=torch.float32)
+        self.decay_H: Tensor = parameter(
+            shape.num_heads, device=device, dtype=torch.float32
+        )  # of all heads, until it is packed
         self.bias_A = parameter(*mine.bias_shape, device=device, dtype=torch.float32)
         self.norm_V = parameter(shape.value_size, device=device, dtype=torch.float32)
         self.outer = RowLinear(shape.num_heads * shape.value_size, hidden_size, False, comm, device, dtype)
@@ -62,15 +64,15 @@ class GatedDelta(RecurrentPart):
         """Prepare for the device; called once, after loading: the decay is stored as the logarithm of its rate."""
         super().pack(kernels)
         self.convolution.pack()
-        self.decay_H.exp_().neg_()
+        count = self.shape.num_heads
+        self.decay_H = self.decay_H.narrow(0, self.comm.rank * count, count).exp().neg_()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from self.inner.slices(name)
         yield from self.convolution.slices(name)
-        rates = self.decay_H.view(self.shape.decay_shape)
-        yield own_part(f"{name}.A_log", self.whole.decay_shape, self.comm, rates)
+        yield whole(f"{name}.A_log", self.decay_H.view(self.whole.decay_shape))
         yield own_part(f"{name}.dt_bias", self.whole.bias_shape, self.comm, self.bias_A)
         yield whole(f"{name}.{self.shape.norm}.weight", self.norm_V)
         outer, _ = self.shape.outer

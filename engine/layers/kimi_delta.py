@@ -27,7 +27,7 @@ class KimiDelta(GatedDelta):
     ) -> None:
         super().__init__(shape, hidden_size, comm, device, dtype)
         self.gate, self.decay = (
-            ColumnLinear(inputs, [rows], False, None, device, dtype) for inputs, rows in shape.between
+            ColumnLinear(inputs, [rows], False, comm, device, dtype) for inputs, rows in shape.between
         )
 
     @property

@@ -30,12 +30,16 @@ Int64 = npt.NDArray[np.int64]
 class RecurrentStates:
     """Slots with the states of all recurrent layers.
 
-    data: float32 [S, N].  layers: per recurrent layer its states, views [S, ...] of ``data``."""
+    data: float32 [S, N].  layers: per recurrent layer its states, views [S, ...] of ``data``.
+    slot: returns [N], the states of a slot or of a copy; None without copies.
+    arrived: number -> [N], states in host memory that wait for the step that takes them."""
 
     def __init__(self, layers: Sequence[Sequence[Sizes]], num_slots: int, device: torch.device) -> None:
         """Allocate the slots.  layers: per recurrent layer the sizes of its states."""
         numbers = [[padded(sizes) for sizes in one] for one in layers]
         self.data = torch.zeros(num_slots, sum(map(sum, numbers)), dtype=torch.float32, device=device)
+        self.slot: Callable[[int], Tensor] | None = None
+        self.arrived: dict[int, Tensor] = {}
         self.layers: list[tuple[Tensor, ...]] = []
         start = 0
         for states, lengths in zip(layers, numbers, strict=True):

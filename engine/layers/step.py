@@ -51,12 +51,14 @@ class Inserts(Protocol):
 
 
 class StateTap(Protocol):
-    """A reader of the hidden states of every token that a model computes.  layers: those whose inputs it reads."""
+    """A reader of the hidden states of every token that a model computes.
+
+    layers: those whose inputs it reads; the number of all layers for the result of the last one."""
 
     layers: Collection[int]
 
     def keep(self, states: Sequence[Tensor], step: StepTensors) -> None:
-        """Keep some of the states.  states: a copy of x_TD for each of ``layers``, in their order."""
+        """Keep some of the states.  states: x_TD for each of ``layers``, in their order, not to be changed."""
         ...
 
 

@@ -109,24 +109,24 @@ class Decoder(DecoderWeights):
         kernels = None if self.kernels is None or torch.compiler.is_dynamo_compiling() else self.kernels
         x_TD = self._embed(step, kernels)
         turned = [(rotary, rotary.angles(step.positions_T, kernels)) for rotary in self.rotaries]
-        last, update_TD, states = len(self.layers) - 1, None, []
+        update_TD, states, num_layers = None, [], len(self.layers)
+        reads_last = self.tap is not None and num_layers in self.tap.layers
         for index, layer in enumerate(self.layers):
             normed_TD = layer.before_attention.added(x_TD, update_TD, kernels)
             if self.tap is not None and index in self.tap.layers:
                 states.append(x_TD.clone())  # later layers add to it in place
             rotary, cos_sin = (None, ()) if layer.rotary is None else turned[layer.rotary]
             attended_TQH = layer.attend(normed_TD, rotary, cos_sin, step, kernels)
-            if index == last and wanted_N is not None:
+            if index == num_layers - 1 and wanted_N is not None and not reads_last:
                 # Nothing reads the other rows after this: a prefill saves most of its last layer.
-                x_TD = x_TD.index_select(0, wanted_N)
-                attended_TQH = attended_TQH.index_select(0, wanted_N)
-                if layer.parallel:
-                    normed_TD = normed_TD.index_select(0, wanted_N)
+                x_TD, attended_TQH = x_TD.index_select(0, wanted_N), attended_TQH.index_select(0, wanted_N)
+                normed_TD = normed_TD.index_select(0, wanted_N) if layer.parallel else normed_TD
             update_TD = layer.finish(x_TD, normed_TD, attended_TQH, kernels)
             update_TD = update_TD if step.inserts is None else step.inserts.behind(index, update_TD)
+        x_TD = x_TD if update_TD is None else x_TD.add_(update_TD)
         if self.tap is not None:
-            self.tap.keep(states, step)
-        return x_TD if update_TD is None else x_TD.add_(update_TD)
+            self.tap.keep([*states, x_TD] if reads_last else states, step)
+        return x_TD if wanted_N is None or not reads_last else x_TD.index_select(0, wanted_N)
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Return logits_NV of rows from ``hidden``: float32, or the model's dtype if kernels sample."""

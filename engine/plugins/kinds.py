@@ -49,7 +49,7 @@ _OWN = (
     _kind(OBSERVER, "observer", "kv_events log", "observers", several=True),
     _kind("policy", "scheduling_policy", "fair fcfs lpm priority", decides=True,
           default="priority", because="first come, first served where no request sends a priority"),
-    _kind(PROPOSER, "proposer", "draft_model eagle ngram suffix", decides=True),
+    _kind(PROPOSER, "proposer", "draft_model eagle mtp ngram suffix", decides=True),
     _kind(REASONING_PARSER, "reasoning_parser", "granite harmony think", by_model=True),
     _kind(TOOL_PARSER, "tool_parser", "deepseek_v3 glm4 harmony hermes kimi_k2 llama3_json mistral pythonic "
           "qwen3_coder", by_model=True),

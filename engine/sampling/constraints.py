@@ -8,10 +8,12 @@ waits for that token and computes the mask while the forward pass of the next st
 it has queued that pass.  The scheduler plans ahead as usual.
 
 A row whose last mask took long is slow.  Its next mask is computed in another thread as soon as its token is known, and
-not with those of the next step: a row that sits out the steps until then delays none of them.
+not with those of the next step: a row that sits out the steps until then delays none of them.  That thread rests after
+each mask, so that slow rows leave the processor to the others, unless a step waits for it.
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,6 +42,7 @@ BUDGET_TOKENS = 16  # tokens over which the time of a row is summed
 BUDGET_S = 0.02  # per token, for all rows of a step together
 LEAST_BUDGET_S = 0.005  # per token of one row, however many rows there are
 LATE_S = 0.002  # of work; a row whose mask took longer is slow
+REST = 3.0  # of a slow mask's time: beside other rows, the slow ones take a quarter of one core together
 LATE_MASKS: Final = "late_masks"  # the part of a result: slow rows whose next mask is not ready
 
 
@@ -136,6 +139,8 @@ class Constraints:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._slow_worker = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
         self.ahead: dict[int, Future[tuple[Int32, str]]] = {}  # masks and failures by row, of slow ones
+        self._rest_s = 0.0  # before the next slow mask
+        self._awaited = threading.Event()  # set while a step waits for a slow mask
         self._num_at_once = 1
 
     def admit(self, row: int, params: SamplingParams, token_ids: Int32, num_prompt_tokens: int) -> None:
@@ -164,7 +169,7 @@ class Constraints:
             if row is not None:
                 row.last = lambda index=index: int(tokens()[index])
                 if row.is_slow:
-                    self.ahead[number] = self._slow_worker.submit(self._next, row, self._num_at_once)
+                    self.ahead[number] = self._slow_worker.submit(self._next_slow, row, self._num_at_once)
                 else:
                     self.ahead.pop(number, None)
 
@@ -175,6 +180,7 @@ class Constraints:
 
     def close(self) -> None:
         """End the threads."""
+        self._awaited.set()
         for worker in (self._worker, self._slow_worker):
             worker.shutdown(wait=False, cancel_futures=True)
 
@@ -193,11 +199,25 @@ class Constraints:
         words = np.zeros((len(rows), self._num_words), dtype=np.int32)
         failures: dict[int, str] = {}
         for index, (row, ahead) in enumerate(rows):
-            words[index], failure = self._next(row, len(rows)) if ahead is None else ahead.result()
+            words[index], failure = self._next(row, len(rows)) if ahead is None else self._wait_for(ahead)
             if failure:
                 words[index] = 0
                 failures[index] = f"the grammar of this request cannot go on{failure}"
         return words, failures
+
+    def _wait_for(self, mask: "Future[tuple[Int32, str]]") -> tuple[Int32, str]:
+        self._awaited.set()
+        try:
+            return mask.result()
+        finally:
+            self._awaited.clear()
+
+    def _next_slow(self, row: _Row, num_rows: int) -> tuple[Int32, str]:
+        """Return what ``_next`` returns, after the rest that the mask before it requires."""
+        self._awaited.wait(self._rest_s)
+        mask = self._next(row, num_rows)
+        self._rest_s = REST * row.took_s[-1]
+        return mask
 
     def _next(self, row: _Row, num_rows: int) -> tuple[Int32, str]:
         """Return a row's next mask, and why there is none or ''.  num_rows: rows with a grammar in a step."""

@@ -46,7 +46,8 @@ class PageManager:
 
     def use(self, kind: type[RadixTree], **arguments: object) -> None:
         """Use an empty tree of one more kind (``Trees.also``)."""
-        self.tree = self._trees.also(kind, **arguments)
+        tree, self.tree = self.tree, self._trees.also(kind, **arguments)
+        self.tree.new_pages, self.tree.new_state = tree.new_pages, tree.new_state
 
     @property
     def num_available(self) -> int:

@@ -43,9 +43,11 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
     path: as ``model.path``.
     max_len: longest sequence that it guesses for; 0 for the length that it was trained for.
     reads_states: it is an EAGLE-3 head, which reads hidden states of the model.  Prefixes are then shared by pairs of
-    tokens, since its result at a position depends on the next token too."""
+    tokens, since its result at a position depends on the next token too.
+    is_part: it is such a head too, and a layer of the model's own checkpoint, whose path is not given."""
 
     path: str
     num_tokens: int
     max_len: int = 0
     reads_states: bool = False
+    is_part: bool = False

@@ -98,6 +98,7 @@ class KVSection(Section, frozen=True):
         return "" if same else self.dtype
 
 
+@extended("scheduler")
 class SchedulerSection(Section, frozen=True):
     """[scheduler]: the composition of a step."""
 

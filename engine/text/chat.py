@@ -157,13 +157,13 @@ def _message(turn: ChatTurn, *, in_parts: bool) -> dict[str, Any]:
 
 
 def _parts(turn: ChatTurn) -> list[dict[str, str]]:
-    """Return the content as parts, each a text or a picture."""
+    """Return the content as parts, each a text, a picture or a film."""
     bounds = (0, *turn.places, len(turn.content))
     texts = [turn.content[start:end] for start, end in pairwise(bounds)]
     parts: list[dict[str, str]] = []
     for number, text in enumerate(texts):
         if number:
-            parts.append({"type": "image"})
+            parts.append({"type": "image" if turn.pictures[number - 1].film is None else "video"})
         if text:
             parts.append({"type": "text", "text": text})
     return parts

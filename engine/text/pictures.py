@@ -9,8 +9,9 @@ is the same, and only there.  A rank replaces the ids by the model's own token b
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from engine.types.errors import RequestError
-from engine.types.prompt import Picture, RequestPart
+from engine.types.prompt import Film, Picture, RequestPart
 
 Int32 = npt.NDArray[np.int32]
 
@@ -34,12 +35,14 @@ class PictureLayout(NamedTuple):
 
     text: stands for the picture, with the model's token at each of its places.  num_rows: number of these.
     grid: frames, lines and columns of the places, for a model whose positions have three axes; else zeros.
-    way: a name for its encoder, of the way to encode it; '' for the usual one."""
+    way: a name for its encoder, of the way to encode it; '' for the usual one.
+    interval: of the positions of two frames."""
 
     text: str
     num_rows: int
     grid: tuple[int, int, int] = (0, 0, 0)
     way: str = ""
+    interval: float = 1.0
 
 
 class PictureFormat(Protocol):
@@ -62,11 +65,24 @@ class PictureFormat(Protocol):
         ...
 
 
+@runtime_checkable
+class FilmFormat(Protocol):
+    """The part of a format that takes films.  film_placeholder: text that chat templates write for one."""
+
+    film_placeholder: str
+
+    def film_layout(self, width: int, height: int, film: Film) -> PictureLayout:
+        """Return the layout of a film with frames of so many pixels; those of a grid may have text between them.
+
+        Raises RequestError if the model cannot take it."""
+        ...
+
+
 class PlacedPicture(msgspec.Struct, frozen=True, array_like=True):
     """A picture in a prompt.
 
     key: digest of its content and of its encoder's settings and way.  data: the file.  places: int32[n], positions in
-    the prompt.  grid, way: as in ``PictureLayout``.
+    the prompt.  grid, way, interval: as in ``PictureLayout``.
     whole: whether a step must compute all of it."""
 
     key: str
@@ -75,6 +91,7 @@ class PlacedPicture(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, int, int]
     whole: bool
     way: str = ""
+    interval: float = 1.0
 
     @property
     def places_n(self) -> Int32:
@@ -115,22 +132,35 @@ class PictureText:
 
     def spread(self, text: str, pictures: Sequence[Picture]) -> tuple[str, list[PictureLayout]]:
         """Return the text of a conversation with each picture's own in place of the placeholder, and the layouts."""
-        form = self._form
         layouts = [self._layout(one) for one in pictures]
-        pieces = text.split(form.placeholder)
-        if len(pieces) != len(pictures) + 1:
+        marks = [self._form.placeholder if one.film is None else self._film_mark for one in pictures]
+        pieces = re.split(f"({'|'.join(map(re.escape, dict.fromkeys(marks)))})", text)
+        found = pieces[1::2]
+        if found != marks:
+            mark = next((one for one in marks if found.count(one) != marks.count(one)), marks[0])
+            kind = "pictures" if mark == self._form.placeholder else "videos"
             raise RequestError(
-                f"messages: the model's chat template writes {form.placeholder!r} {len(pieces) - 1} times for "
-                f"{len(pictures)} pictures; a text must not have it, and each picture must be in a turn that may have "
-                "pictures",
+                f"messages: the model's chat template writes {mark!r} {found.count(mark)} times for "
+                f"{marks.count(mark)} {kind}; a text must not have it, and each must be in a turn that may have {kind}",
                 param="messages",
             )
-        spread = "".join(f"{piece}{one.text}" for piece, one in zip(pieces, layouts, strict=False))
+        spread = "".join(f"{piece}{one.text}" for piece, one in zip(pieces[::2], layouts, strict=False))
         return spread + pieces[-1], layouts
+
+    @property
+    def _film_mark(self) -> str:
+        """The text that chat templates write for a film.  Raises RequestError for a model that takes none."""
+        if not isinstance(self._form, FilmFormat) or not self._form.film_placeholder:
+            raise RequestError("this model takes no videos; send pictures", code="no_videos", param="messages")
+        return self._form.film_placeholder
 
     def _layout(self, picture: Picture) -> PictureLayout:
         """Return the layout of a picture.  Raises RequestError if the model cannot take it."""
-        layout = self._form.layout(picture.width, picture.height, picture.detail)
+        if picture.film is not None and self._film_mark:
+            assert isinstance(self._form, FilmFormat)
+            layout = self._form.film_layout(picture.width, picture.height, picture.film)
+        else:
+            layout = self._form.layout(picture.width, picture.height, picture.detail)
         if layout.num_rows < FEWEST_TOKENS:
             raise RequestError(
                 f"messages: a picture of {picture.width} x {picture.height} pixels has {layout.num_rows} tokens here, "
@@ -156,7 +186,9 @@ class PictureText:
             key = hashlib.sha256(f"{picture.digest} {self._form.settings} {layout.way}".encode()).hexdigest()
             token_ids[mine] = picture_ids(key, len(mine))
             placed.append(
-                PlacedPicture(key, picture.data, mine.tobytes(), layout.grid, bool(self._form.whole), layout.way)
+                PlacedPicture(
+                    key, picture.data, mine.tobytes(), layout.grid, bool(self._form.whole), layout.way, layout.interval
+                )
             )
         return token_ids, RequestPart("", msgspec.msgpack.encode(placed))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from engine.text.film_files import film_of, moving_film
 from engine.text.picture_files import read_file, shown_size
 from engine.types.errors import RequestError
 from engine.types.prompt import DETAILS, ChatTurn, Picture, ToolCall
@@ -39,7 +40,8 @@ def read_turn(message: object) -> ChatTurn:
 
     The content may be a list of parts: {'type': 'text', 'text': text} and {'type': 'image', 'image': picture}, a
     picture being a path, the bytes of a file, or a PIL image; with 'detail': 'low' it has fewer tokens, if the model
-    has a way for that."""
+    has a way for that.  {'type': 'video', 'video': film} is a path or the bytes of a moving GIF, WebP or PNG, or a list
+    of pictures, with 'fps': number for its frames a second."""
     if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple):
         return _read_parts(message, message["content"])
     try:
@@ -69,8 +71,14 @@ def _read_parts(message: Mapping[str, Any], parts: Sequence[Any]) -> ChatTurn:
             case {"type": "image", "image": image}:
                 pictures.append(_read_picture(image, part.get("detail", "auto")))
                 places.append(len(text))
+            case {"type": "video", "video": film}:
+                pictures.append(_read_film(film, part.get("fps", 0.0)))
+                places.append(len(text))
             case _:
-                known = "{'type': 'text', 'text': text} or {'type': 'image', 'image': path, bytes or PIL image}"
+                known = (
+                    "{'type': 'text', 'text': text}, {'type': 'image', 'image': path, bytes or PIL image} or "
+                    "{'type': 'video', 'video': path, bytes or list of images}"
+                )
                 raise RequestError(f"messages: a part of a content must be {known}, not {part!r:.100}")
     turn = read_turn({**message, "content": text})
     return msgspec.structs.replace(turn, pictures=tuple(pictures), places=tuple(places))
@@ -82,6 +90,18 @@ def _read_picture(image: object, detail: object) -> Picture:
     data = read_file(image)
     width, height = shown_size(data)
     return Picture(data, hashlib.sha256(data).hexdigest(), width, height, str(detail))
+
+
+def _read_film(given: object, fps: object) -> Picture:
+    if not isinstance(fps, int | float) or fps < 0:
+        raise RequestError(f"messages: the fps of a video must be a number of frames a second, not {fps!r:.40}")
+    if isinstance(given, list | tuple):
+        files = [read_file(one) for one in given]
+        film, (width, height) = film_of(files, [shown_size(one) for one in files], float(fps))
+    else:
+        film, (width, height) = moving_film(read_file(given))
+    data = film.packed()
+    return Picture(data, hashlib.sha256(data).hexdigest(), width, height, film=film.film)
 
 
 def _as_plain_text(value: object) -> str:

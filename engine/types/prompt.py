@@ -24,17 +24,29 @@ class ToolCall(_Content, frozen=True):
 DETAILS: Final = ("auto", "low", "high")
 
 
+class Film(_Content, frozen=True):
+    """The length of a film.  fps: frames a second; 0 if that is not known.
+
+    are_chosen: its frames are those to show, so that none is left out."""
+
+    num_frames: int
+    fps: float = 0.0
+    are_chosen: bool = False
+
+
 class Picture(_Content, frozen=True):
     """A picture in a conversation: an encoded file, whose limits were checked.
 
-    data: PNG, JPEG, WebP or GIF.  digest: SHA-256 of data, in hex.  width, height: pixels, as it is
-    shown.  detail: one of ``DETAILS``, as the client asks."""
+    data: PNG, JPEG, WebP or GIF; of a film, as ``FilmFile`` packs it.  digest: SHA-256 of data, in hex.
+    width, height: pixels, as it is shown.  detail: one of ``DETAILS``, as the client asks.
+    film: None for a picture that does not move."""
 
     data: bytes
     digest: str
     width: int
     height: int
     detail: str = "auto"
+    film: Film | None = None
 
 
 class ChatTurn(_Content, frozen=True):

@@ -3,6 +3,10 @@
 Owns: the form of marks, as ``Delta.result`` has them.  Does not know: weights, when they change.
 """
 
+from typing import Final
+
+NOTE: Final = "weight_versions"  # among a sequence's notes: all of its marks
+
 
 def mark(num_tokens: int, version: str) -> bytes:
     """Return the mark that output from its token ``num_tokens`` on is of a version; marks are joined as they are."""

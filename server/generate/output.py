@@ -160,10 +160,13 @@ class UsageCounter:
         self.created_tokens = [0] * num_prompts
         self._details = [NO_DETAILS] * (num_prompts * generation.num_choices)
         self._completion_tokens = [0] * (num_prompts * generation.num_choices)
+        self._marks = b""
 
     def add(self, index: int, delta: Delta) -> None:
         """Count new output of a choice."""
         self._completion_tokens[index] += len(delta.token_ids) // TOKEN_ID_BYTES
+        if delta.result and index == 0:
+            self._marks += delta.result
         if delta.usage is None:
             return
         prompt, k = divmod(index, self._num_choices)
@@ -188,6 +191,11 @@ class UsageCounter:
         return _usage(
             num_prompt_tokens, self._completion_tokens[index], self._cached_tokens[prompt], self._details[index]
         )
+
+    @property
+    def weight_versions(self) -> WeightVersions:
+        """The versions of weights that drew the only choice so far; see the function of this name."""
+        return versions(self._marks) if self._marks else UNSET
 
     def total(self) -> UsageBody:
         """The counts of the whole request."""

@@ -42,7 +42,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 ANTHROPICS_ID_HEADER = "request-id"  # what its clients call the same
 USAGE_HEADER = "X-Callboard-Usage"  # prompt and completion tokens, for a router
 MAX_REQUEST_ID_CHARS = 128
-SESSION_HEADERS = ("session_id", "x-session-id")
+SESSION_HEADERS = ("session_id", "session-id", "x-session-id")
 MAX_SESSION_CHARS = 1024
 # No space: what follows it would be a field of its own in a log.
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation)

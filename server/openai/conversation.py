@@ -20,7 +20,7 @@ from engine.types.errors import FieldError, RequestError
 from engine.types.params import Grammar
 from engine.types.prompt import ChatTurn, Picture, ToolCall
 from server.http.body import is_given
-from server.openai.content import Content, GivenPicture, read_address
+from server.openai.content import Content, GivenPicture, read_address, read_film
 from server.openai.requests import CallBody, ChatMessage, ContentPart, ToolBody, ToolChoice
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,12 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 VARIABLES = "chat_template_kwargs"
 TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 PICTURE_TYPES = frozenset({"image_url", "input_image", "computer_screenshot"})
+FILM_TYPES = frozenset({"video_url", "video"})
 # Types of parts, in all APIs, that other models could read -> what they are.
 UNREADABLE = {
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
     **dict.fromkeys(("audio_url", "input_audio"), "sound"),
-    **dict.fromkeys(("video_url", "input_video"), "video"),
+    **dict.fromkeys(("video_url", "video", "input_video"), "video"),
     **dict.fromkeys(("document", "file", "input_file", "container_upload"), "file"),
 }
 Choice = str | ToolChoice | None
@@ -144,12 +145,17 @@ def _part(part: ContentPart, path: str, *, past: bool, sees: bool) -> str | Pict
         return needed(part.refusal, f"{path}.refusal")
     if sees and part.type in PICTURE_TYPES:
         return _picture(part, path)
+    if sees and part.type in FILM_TYPES:
+        return _film(part, path)
     if past and (told := left_out_note(part.type)):
         return told
     if part.type not in TEXT_TYPES:
         served = "models read and write text alone here, no images, sound or files; send parts of type 'text'"
         if sees:
-            served = "the model reads text and images, no sound or files; send parts of type 'text' or 'image_url'"
+            served = (
+                "the model reads text, images and videos, no sound or files; send parts of type 'text', 'image_url' or "
+                "'video_url'"
+            )
         raise FieldError(f"{path}.type", f"'{part.type[:40]}' is not served: {served}", code="unsupported_content")
     return needed(part.text, f"{path}.text")
 
@@ -164,6 +170,17 @@ def _picture(part: ContentPart, path: str) -> Picture:
             raise FieldError(f"{path}.image_url.detail", "must be text")
         return read_address(part.image_url.get("url"), f"{path}.image_url.url", detail)
     return read_address(part.image_url, f"{path}.image_url", part.detail)
+
+
+def _film(part: ContentPart, path: str) -> Picture:
+    """Returns the film of a part: an address, text or in an object, its frames, or the id of a file."""
+    if part.file_id is not None:
+        return msgspec.structs.replace(GivenPicture.of("file", part.file_id, f"{path}.file_id"), moves=True)
+    name = "video" if part.video is not None else "video_url"
+    given = getattr(part, name)
+    if isinstance(given, dict):
+        return read_film(given.get("url"), f"{path}.{name}.url", given.get("fps", part.fps))
+    return read_film(given, f"{path}.{name}", part.fps)
 
 
 def left_out_note(kind: str) -> str:

@@ -237,7 +237,8 @@ class ContentPart(msgspec.Struct, frozen=True):
     """A piece of a message's content.  refusal: of an assistant that refused, in place of its text.
 
     image_url: a picture's address or data URI, or an object with it as ``url``; of any type, since what was answered
-    may be left out.  file_id: of a picture that was uploaded."""
+    may be left out.  file_id: of a picture that was uploaded.
+    video_url: the same of a video.  video: a list of its frames, or the same.  fps: of the frames."""
 
     type: str
     text: str | None = None
@@ -245,6 +246,9 @@ class ContentPart(msgspec.Struct, frozen=True):
     image_url: Any = None
     file_id: Short | None = None
     detail: Short | None = None
+    video_url: Any = None
+    video: Any = None
+    fps: Any = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from engine.actors.operations import Operate
 from engine.config import MAX_FILE_BYTES
-from engine.control.changeover import Outcome
+from engine.control.changeover import TAGS, Outcome
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from server.backend import Backend, Operations
@@ -76,22 +76,34 @@ class SettingsRoutes:
         refuse_foreign_page(request)
         if (level := LEVELS.get(given := request.query.get("level", "1"))) is None:
             raise FieldError("level", f"expected 1 or 2, not {given!r:.20}")
-        await self._operations.operate(Operate(what="sleep", level=level))
+        await self._operations.operate(Operate(what="sleep", level=level, tags=_tags(request)))
         return json_reply(Sleeping(True))
 
     @operation("POST", "/wake_up", "operator", "End that.", answer=Sleeping, off=refuse_settings)
     async def wake_up(self, request: web.Request) -> web.Response:
         """Returns when the engine takes requests again.  The request's body is not read.  Raises RequestError."""
         refuse_foreign_page(request)
-        await self._operations.operate(Operate(what="wake_up"))
-        return json_reply(Sleeping(False))
+        await self._operations.operate(Operate(what="wake_up", tags=_tags(request)))
+        return json_reply(Sleeping(await self._is_sleeping()))
 
     @operation("GET", "/is_sleeping", "operator", "Whether it rests.", answer=Sleeping)
     async def is_sleeping(self, request: web.Request) -> web.Response:
-        return json_reply(Sleeping(self._backend.ingress.asleep))
+        return json_reply(Sleeping(await self._is_sleeping()))
+
+    async def _is_sleeping(self) -> bool:
+        ingress = self._backend.ingress
+        return ingress.asleep or bool((await self._backend.monitor.look()).gauges.of_features.get("memory_released"))
 
     @property
     def _operations(self) -> Operations:
         if self._backend.operations is None:
             raise _operations_off()
         return self._backend.operations
+
+
+def _tags(request: web.Request) -> tuple[str, ...]:
+    """Return the kinds of memory that a request names.  Raises FieldError."""
+    tags = tuple(request.query.getall("tags", []))
+    if wrong := next((one for one in tags if one not in TAGS), None):
+        raise FieldError("tags", f"expected {' or '.join(TAGS)}, not {wrong!r:.40}")
+    return tags

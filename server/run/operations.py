@@ -48,9 +48,9 @@ class LocalOperations:
                     outcome = await self._changeover.apply(config, dry_run=ask.dry_run, is_sent=is_sent)
                     return msgspec.json.encode(outcome)
                 case "sleep":
-                    await self._changeover.sleep(ask.level)
+                    await self._changeover.sleep(ask.level, ask.tags)
                 case "wake_up":
-                    await self._changeover.wake()
+                    await self._changeover.wake(ask.tags)
                 case "feature":
                     return await self._features.get(ask.feature, EngineFeature()).operate(ask.text or "")
         except CallboardError as error:

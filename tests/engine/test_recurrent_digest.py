@@ -90,7 +90,16 @@ def serve(directory: Path, tables: dict[str, Any]) -> Served:
     )
 
 
-@pytest.fixture(scope="module", params=["qwen3-5", "granite4-hybrid", "lfm2"])
+# Without Kimi-Linear: its pages keep latents, and those have no invariant numerics.
+MEMBERS = [
+    "qwen3-5", "granite4-hybrid", "lfm2", "olmo-hybrid", "minimax", "nemotron-h", "nemotron-h-experts", "falcon-h1",
+    "bamba", "qwen3-next", "qwen3-5-moe", "granite4-hybrid-experts", "lfm2-moe",
+]  # fmt: skip
+# A norm over all heads together, whose squares ranks add up.
+OTHER_BITS_ON_TWO_RANKS = ("olmo-hybrid",)
+
+
+@pytest.fixture(scope="module", params=MEMBERS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build(request.param), tmp_path_factory.mktemp(request.param))
 
@@ -127,6 +136,8 @@ def kills(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("half_right", "kills")
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way]])
 def test_all_ways_have_one_digest(checkpoint: Path, expected: Served, way: str) -> None:
+    if way == "on two ranks" and checkpoint.name.startswith(OTHER_BITS_ON_TWO_RANKS):
+        pytest.skip("ranks add up the squares of this family's norm")
     served = serve(checkpoint, WAYS[way])
     assert served.digests == expected.digests
     assert served.num_restarts == (2 if "placement" in WAYS[way] else 0)

@@ -33,7 +33,7 @@ EXTENSIONS = {
     "weight_updates": ("server/extensions/weight_updates",),
 }
 # The product's other files that import from a feature.
-IMPORTERS = {"pooling": {"engine/llm.py"}, "weight_updates": {"engine/llm.py"}}
+IMPORTERS = {"pooling": {"engine/llm.py"}, "weight_updates": {"callboard/weights.py", "engine/llm.py"}}
 # What names a feature, and more folders that are its own.
 NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "explain": (r"features\.explain|/explain\b", ()),

@@ -475,12 +475,11 @@ HYBRID["kimi-linear"] = (
         "num_local_experts": 6,
         "n_shared_experts": 1,
         "linear_head_dim": 16,
-        "linear_num_heads": 3,
+        "linear_num_heads": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "initializer_range": 0.1,
     },
 )
-UNDIVIDED = ("kimi-linear",)  # ranks cannot divide its recurrent layers
 VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER, **HYBRID}
 CLASSES = {
     "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
@@ -491,9 +490,10 @@ CLASSES = {
 }
 
 
-def configuration(variant: str) -> PretrainedConfig:
-    """The reference's configuration of a variant."""
+def configuration(variant: str, **more: Any) -> PretrainedConfig:
+    """The reference's configuration of a variant.  more: settings in the place of its own."""
     family, changes = deepcopy(VARIANTS[variant])  # some classes write into the settings that they are given
+    changes |= more
     config_name, _ = CLASSES.get(family, (f"{family}Config", ""))
     # Eager attention: the reference's plainest path, so that both sides do not share a fused kernel.
     sizes = changes | {"initializer_range": 0.2} if family == "GPT2" else SIZES | changes
@@ -507,11 +507,11 @@ def _seed(variant: str) -> int:
     return [*(name for name in sorted(VARIANTS) if name not in later), *later].index(variant)
 
 
-def build(variant: str) -> PreTrainedModel:
-    """The reference model of a variant, with every weight random: biases and norms too."""
+def build(variant: str, **more: Any) -> PreTrainedModel:
+    """The reference model of a variant, with every weight random: biases and norms too.  more: other settings."""
     family, _ = VARIANTS[variant]
     _, model_name = CLASSES.get(family, ("", f"{family}ForCausalLM"))
-    config = configuration(variant)
+    config = configuration(variant, **more)
     torch.manual_seed(_seed(variant))
     model: PreTrainedModel = getattr(transformers, model_name)(config).eval()
     with torch.no_grad():

@@ -23,7 +23,7 @@ from tests.checkpoints import test_text_part
 from tests.formats import test_quantized
 from tests.formats.stored import FORMATS
 from tests.models import test_published
-from tests.models.checkpoints import HYBRID, LATER, NOT_PLAIN, UNDIVIDED, build
+from tests.models.checkpoints import HYBRID, LATER, NOT_PLAIN, build
 from tests.models.hub import CHECKPOINTS, answers, proof_of
 from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks
 
@@ -207,9 +207,9 @@ def hook_of(architecture: str) -> Callable[..., DecoderShape]:
     "variant", [*PLAIN_CHECKED, *(pytest.param(one, marks=pytest.mark.slow) for one in (*NOT_PLAIN, *LATER, *HYBRID))]
 )
 def test_the_reference_and_the_family_agree(variant: str, tmp_path: Path):
-    reference, ranks = build(variant), 1 if variant in UNDIVIDED else 2
+    reference = build(variant)
     hook = hook_of(type(reference).__name__)
-    check_model(hook, reference, tmp_path, ranks=ranks, captured=not has_experts(reference))
+    check_model(hook, reference, tmp_path, ranks=2, captured=not has_experts(reference))
 
 
 def test_every_family_is_among_them():

@@ -290,6 +290,36 @@ def test_the_mask_of_a_slow_row_is_computed_beside_the_steps_of_the_others(engin
     assert constraints.ahead == {}, "it was quick this time"
 
 
+def test_slow_rows_rest_after_each_mask_until_a_step_waits_for_one(engine: CountingEngine) -> None:
+    """A mask here takes a thousand seconds by the clock, so that the rest after it lasts longer than any test."""
+    work = Work()
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock, must_agree=True)
+    constraints.admit(0, follows(), known(7), 1)
+    constraints.rows[0].matcher.result()
+    fill = engine.made[0].fill
+
+    def fill_slowly(mask: Mask) -> None:
+        work.add(1000.0)
+        fill(mask)
+
+    engine.made[0].fill = fill_slowly  # type: ignore[method-assign]
+    first = constraints.begin(rows(0))
+    assert first is not None
+    first.result()
+    constraints.sampled(rows(0), lambda: rows(0))
+    assert constraints.ahead[0].result(far(10))[1] == "", "the rest comes after a mask of its thread"
+    pending = constraints.begin(rows(0))
+    assert pending is not None
+    assert allowed(pending.result()) == [[1]]
+    constraints.sampled(rows(0), lambda: rows(0))
+    with pytest.raises(TimeoutError):
+        constraints.ahead[0].result(0.05)
+    pending = constraints.begin(rows(0))
+    assert pending is not None
+    assert allowed(pending.result()) == [[2]], "a step that waits ends the rest"
+    constraints.close()
+
+
 def test_a_slow_row_that_changes_hands_is_slow_no_more(engine: CountingEngine) -> None:
     work = Work()
     constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock)

@@ -104,6 +104,10 @@ class FakeDevice:
             StepDone(rank=0, step_id=step.step_id, token_ids=np.array(sampled, dtype=np.int32).tobytes(), parts=parts)
         )
 
+    def forget(self) -> None:
+        """Lose the content of all pages."""
+        self._slots[:] = POISON
+
     def _drafted(self, rows: np.ndarray, positions: np.ndarray) -> dict[str, bytes]:
         assert self.draft is not None
         by_row = {}

@@ -66,7 +66,9 @@ def test_a_conversation_goes_on_from_a_response(client: openai.OpenAI, server: L
     ask_for(client, "four", previous_response_id=third.id, instructions="Be long.")
     assert second.previous_response_id == first.id
     sessions = [options.parts.get("sessions") for _, _, options in server.ingress.asked]
-    assert sessions == [None, *[session_part(first.id)] * 3], "forks are one session"
+    assert sessions == [session_part(first.id)] * 4, "it begins with the first response, and forks are one session"
+    ask_for(client, "alone", store=False)
+    assert "sessions" not in server.ingress.asked[-1][2].parts, "nothing can go on from it"
     ask_for(client, previous_response_id=first.id, prompt_cache_key="k")
     assert server.ingress.asked[-1][2].parts["sessions"] == session_part("k")
     prompts = [as_text(prompt) for prompt, _, _ in server.ingress.asked]

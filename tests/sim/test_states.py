@@ -26,6 +26,7 @@ MARKS = (
     "pages back from host",
     "state before a wrong token",
     "state from host",
+    "state from the store",
     "state of a retracted row",
     "state to host",
     "states for two rows",

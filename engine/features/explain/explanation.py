@@ -22,6 +22,7 @@ from engine.features.explain.session_turns import TurnDifference
 from engine.features.explain.timelines import Mark, State, Timelines
 from engine.messages import Finish
 from engine.scheduling.requests import Requests
+from engine.types.versions import NOTE, versions
 
 MOST_NAMED = 5  # other requests, per part
 WIDE = 1024  # steps before and after a request's own, which show how long steps usually take
@@ -57,7 +58,8 @@ class Explained(msgspec.Struct, frozen=True):
     finish: 0 while it runs.
     num_output_tokens: None while it runs.
     num_recomputed: cached tokens that it computed again for want of a state behind them.
-    difference: the place in which its prompt differs from a turn of its session."""
+    difference: the place in which its prompt differs from a turn of its session.
+    weight_versions: (n, version): its tokens from the n-th on are of that version; none for the first weights."""
 
     request_id: int
     arrived_at: float
@@ -72,6 +74,7 @@ class Explained(msgspec.Struct, frozen=True):
     parts: tuple[TimeShare, ...]
     num_recomputed: int = 0
     difference: TurnDifference | None = None
+    weight_versions: tuple[tuple[int, str], ...] = ()
 
 
 class StateSpan(NamedTuple):
@@ -98,14 +101,14 @@ def explain(requests: Requests, timelines: Timelines, request_id: int, now: floa
     timeline, sequence = timelines.ended.get(request_id), requests.open.get(request_id)
     if timeline is not None:
         one, missed, grammar_s = timeline.metrics, timeline.missed, timeline.grammar_s
-        num_recomputed, difference = timeline.num_recomputed, timeline.difference
+        num_recomputed, difference, marks = timeline.num_recomputed, timeline.difference, timeline.versions
         num_output, cached, num_retractions = one.num_output_tokens, one.cached_tokens, one.num_retractions
         num_prompt = one.num_prompt_tokens
     elif sequence is not None:
         line = timelines.open[request_id]
         missed, grammar_s, num_retractions = dict(line.missed), line.grammar_s, sequence.num_retractions
         num_prompt, cached = sequence.num_prompt, max(0, sequence.num_cached_at_start)
-        num_recomputed, difference = line.num_recomputed, line.difference
+        num_recomputed, difference, marks = line.num_recomputed, line.difference, sequence.notes.get(NOTE, b"")
     else:
         return None
     known = dict(_all_known(requests, timelines, now))
@@ -125,6 +128,7 @@ def explain(requests: Requests, timelines: Timelines, request_id: int, now: floa
         parts=tuple(account.parts()),
         num_recomputed=num_recomputed,
         difference=difference,
+        weight_versions=tuple(versions(marks)),
     )
 
 

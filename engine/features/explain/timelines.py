@@ -24,6 +24,7 @@ from engine.messages import Admit
 from engine.scheduling.events import PlannerWatcher, Why
 from engine.scheduling.meter import RequestMetrics, StepRecord
 from engine.scheduling.rows import Sequence
+from engine.types.versions import NOTE
 
 MOST_KEPT = 4096  # requests that have ended, about 1 KB each
 MOST_MARKS = 256  # of one request; one that is retracted more often loses marks in the middle
@@ -59,7 +60,8 @@ class Timeline(NamedTuple):
     missed: request -> cached pages that its start evicted and this one computed again.
     grammar_s: seconds in which its grammar was compiled, before it was queued.
     num_recomputed: cached tokens that it computed again for want of a state behind them.
-    difference: from a turn of its session."""
+    difference: from a turn of its session.
+    versions: marks of the weights that drew its tokens."""
 
     metrics: RequestMetrics
     marks: tuple[Mark, ...]
@@ -67,6 +69,7 @@ class Timeline(NamedTuple):
     grammar_s: float
     num_recomputed: int = 0
     difference: TurnDifference | None = None
+    versions: bytes = b""
 
 
 class Ring:
@@ -204,6 +207,7 @@ class Timelines(PlannerWatcher):
             line.grammar_s,
             line.num_recomputed,
             line.difference,
+            sequence.notes.get(NOTE, b""),
         )
         if line.session is not None and metrics.ttft_s is not None:
             turn = SessionTurn(metrics.request_id, sequence.num_prompt, sequence.tokens[:-1].copy())

@@ -1,8 +1,8 @@
 """The process of an encoder: ``python -m engine.features.images.encoder_main``, which only a rank starts.
 
 Owns: its life, from the ticket to its end, and what it reads and writes.  Does not know: requests, the rank's rows.
-It reads a length of four bytes and so many of ``ToEncode``, and writes ``Encoded`` in the same way, with the bytes of
-the rows behind it, until its input ends.
+It reads a length of four bytes and so many of a list of ``ToEncode``, and writes ``Encoded`` for each in the same way,
+with the bytes of the rows behind it, until its input ends.
 """
 
 import logging
@@ -17,6 +17,7 @@ import msgspec
 from engine.config import Config
 from engine.features.images.messages import NOT_ENCODED
 from engine.host.logs import LogSettings
+from engine.plugins.encoder.encoder import ToEncode, encode_each
 from engine.types.errors import RequestError, WeightsError
 from engine.workers.child import begin, die_with, end
 
@@ -38,13 +39,6 @@ class EncoderTicket(msgspec.Struct, frozen=True, array_like=True):
     num_threads: int
     logs: LogSettings
     parent: int
-
-
-class ToEncode(msgspec.Struct, frozen=True, array_like=True):
-    """A picture.  data: the file.  way: as in its layout."""
-
-    data: bytes
-    way: str
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +80,6 @@ def serve(ticket: EncoderTicket, stream: IO[bytes], answers: IO[bytes]) -> None:
     from engine.plugins.encoder.choice import chosen_encoder
 
     torch.set_num_threads(ticket.num_threads)
-    no_rows = torch.empty(0)
     try:
         encoder = chosen_encoder(ticket.config, Path(ticket.directory))
         if encoder is None:
@@ -98,20 +91,21 @@ def serve(ticket: EncoderTicket, stream: IO[bytes], answers: IO[bytes]) -> None:
         return
     send(answers, msgspec.msgpack.encode(Encoded()))
     while True:
-        picture = msgspec.msgpack.decode(receive(stream), type=ToEncode)
-        try:
-            rows_LND = tower.encode(picture.data, picture.way).cpu().contiguous()
-            if rows_LND.dtype != getattr(torch, ticket.dtype):
-                raise TypeError(f"its rows are {rows_LND.dtype}, and those of the model {ticket.dtype}")
-            answer = Encoded(tuple(rows_LND.shape), rows_LND.nbytes)
-        except RequestError as error:
-            rows_LND, answer = no_rows, Encoded(reason=error.message, status=error.status)
-        except Exception:  # of a library, by a picture
-            log.exception("a picture cannot be encoded")
-            rows_LND, answer = no_rows, Encoded(reason=NOT_ENCODED, status=500)
-        send(answers, msgspec.msgpack.encode(answer))
-        answers.write(rows_LND.view(torch.uint8).numpy().data)
-        answers.flush()
+        pictures = msgspec.msgpack.decode(receive(stream), type=list[ToEncode])
+        for found in encode_each(tower, pictures):
+            answer, rows = Encoded(reason=NOT_ENCODED, status=500), memoryview(b"")
+            if isinstance(found, torch.Tensor) and found.dtype == getattr(torch, ticket.dtype):
+                rows = found.cpu().contiguous().view(torch.uint8).numpy().data
+                answer = Encoded(tuple(found.shape), found.nbytes)
+            elif isinstance(found, RequestError):
+                answer = Encoded(reason=found.message, status=found.status)
+            elif isinstance(found, Exception):  # of a library, by a picture
+                log.error("a picture cannot be encoded", exc_info=found)
+            else:
+                log.error("an encoder's rows are %s, and those of the model %s", found.dtype, ticket.dtype)
+            send(answers, msgspec.msgpack.encode(answer))
+            answers.write(rows)
+            answers.flush()
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from engine.types.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MODELS_THAT_DRAFT: Final = (f"{PROPOSER}.draft_model", f"{PROPOSER}.eagle")
+MODELS_THAT_DRAFT: Final = (f"{PROPOSER}.draft_model", f"{PROPOSER}.eagle", f"{PROPOSER}.mtp")
 
 
 def fit_model(fit: ModelFit) -> ModelFit:

@@ -59,11 +59,12 @@ class PictureEncoded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowPicture(msgspec.Struct, frozen=True, array_like=True):
-    """A picture in a row's prompt.  key, places, grid: as in ``PlacedPicture``."""
+    """A picture in a row's prompt.  key, places, grid, interval: as in ``PlacedPicture``."""
 
     key: str
     places: bytes
     grid: tuple[int, int, int]
+    interval: float = 1.0
 
     @property
     def places_n(self) -> npt.NDArray[np.int32]:
@@ -78,7 +79,7 @@ class RowPicture(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, picture: PlacedPicture) -> "RowPicture":
         """Return a picture without its file."""
-        return cls(picture.key, picture.places, picture.grid)
+        return cls(picture.key, picture.places, picture.grid, picture.interval)
 
 
 RowPictures = dict[int, tuple[RowPicture, ...]]

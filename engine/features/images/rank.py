@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -33,7 +34,7 @@ from engine.messages import FeatureRequest, Step
 from engine.models.decoder import Decoder
 from engine.models.model import Model
 from engine.plugins.encoder.choice import chosen_encoder
-from engine.plugins.encoder.encoder import Encoder, Tower
+from engine.plugins.encoder.encoder import Encoder, ToEncode, Tower, encode_each
 from engine.plugins.encoder.settings import EncoderChoice
 from engine.text.pictures import NAME
 from engine.types.errors import RequestError, WeightsError
@@ -41,20 +42,31 @@ from engine.types.errors import RequestError, WeightsError
 log = logging.getLogger(__name__)
 
 CLOSE_S: Final = 5.0
+MOST_IN_BATCH: Final = 16
+# Several large pictures at once are slower than one by one where their numbers leave a CPU's caches.
+MOST_ROWS: Final = {"cpu": 256, "cuda": 8192}
+_Work = tuple[int, EncodePicture, Answer]
 
 
 class ImagesRank(RankFeature):
-    """The pictures of one rank.  most_bytes: memory of those that it keeps."""
+    """The pictures of one rank.  most_bytes: memory of those that it keeps.
+
+    most_rows: places of pictures that are encoded in one batch; 0 to encode each alone, for the same bits."""
 
     order = 90  # after features that change steps
 
-    def __init__(self, rank: int, tower: Tower | TowerProcess, rows: PictureRows, most_bytes: int) -> None:
+    def __init__(
+        self, rank: int, tower: Tower | TowerProcess, rows: PictureRows, most_bytes: int, most_rows: int = 0
+    ) -> None:
         self._rank = rank
+        self._most_rows = most_rows
+        self._ahead: _Work | None = None
+        self._has_ended = False
         self._most_bytes = most_bytes
         self._tower = tower
         self._rows = rows
         self._eager: Model | None = None
-        self._work: queue.SimpleQueue[tuple[int, EncodePicture, Answer] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._encode_all, name=f"pictures {rank}", daemon=True)
         self._thread.start()
 
@@ -86,21 +98,57 @@ class ImagesRank(RankFeature):
         return True
 
     def _encode_all(self) -> None:
-        """Encode pictures, one after the other, until the rank ends."""
-        while (work := self._work.get()) is not None:
-            number, wanted, answer = work
-            for key in wanted.forget:
-                self._rows.encoded.pop(key, None)
-            if wanted.picture is not None:
-                answer(self._encode(wanted.picture).message(self._rank, number))
+        """Encode pictures, one batch after the other, until the rank ends."""
+        while batch := self._batch():
+            for _, wanted, _ in batch:
+                for key in wanted.forget:
+                    self._rows.encoded.pop(key, None)
+            works = [(number, wanted.picture, answer) for number, wanted, answer in batch if wanted.picture is not None]
+            found = self._encode([ToEncode(one.data, one.way, one.num_rows) for _, one, _ in works])
+            for (number, picture, answer), rows in zip(works, found, strict=True):
+                answer(self._kept(picture, rows).message(self._rank, number))
 
-    def _encode(self, picture: PictureFile) -> PictureEncoded:
+    def _batch(self) -> list[_Work]:
+        """Return what is done at once, in its order; nothing after the end.
+
+        A batch ends before a key of it comes again, which is to be forgotten or encoded after that."""
+        batch: list[_Work] = []
+        keys: set[str] = set()
+        num_rows = 0
+        while not self._has_ended and len(batch) < MOST_IN_BATCH:
+            work, self._ahead = self._ahead or self._next(waits=not batch), None
+            if work is None:
+                break
+            picture, forget = work[1].picture, work[1].forget
+            mine = {*forget} if picture is None else {*forget, picture.key}
+            num_rows += picture.num_rows if picture is not None else 0
+            if batch and (keys & mine or num_rows > self._most_rows):
+                self._ahead = work
+                break
+            batch.append(work)
+            keys |= mine
+        return batch
+
+    def _next(self, *, waits: bool) -> _Work | None:
+        """Return what is next in the queue; None where that is empty, or the rank ends."""
         try:
-            rows_LND = self._tower.encode(picture.data, picture.way)
-        except RequestError as error:
-            return PictureEncoded(error.message, error.status)
-        except Exception:  # of a library, by a picture: only its requests fail
-            log.exception("a picture cannot be encoded")
+            work = self._work.get(block=waits)
+        except queue.Empty:
+            return None
+        self._has_ended = work is None
+        return work
+
+    def _encode(self, pictures: Sequence[ToEncode]) -> Sequence[Tensor | Exception]:
+        if isinstance(self._tower, TowerProcess):
+            return self._tower.encode_each(pictures)
+        return encode_each(self._tower, pictures)
+
+    def _kept(self, picture: PictureFile, rows_LND: Tensor | Exception) -> PictureEncoded:
+        """Keep the rows of a picture.  Return what became of it."""
+        if isinstance(rows_LND, RequestError):
+            return PictureEncoded(rows_LND.message, rows_LND.status)
+        if isinstance(rows_LND, Exception):  # of a library, by a picture: only its requests fail
+            log.error("a picture cannot be encoded", exc_info=rows_LND)
             return PictureEncoded(NOT_ENCODED, 500)
         if rows_LND.shape[1] != picture.num_rows:
             log.error("a picture has %d places, and its encoder gave %d rows", picture.num_rows, rows_LND.shape[1])
@@ -197,7 +245,9 @@ def rank_feature(context: RankContext) -> RankFeature:
         turn_by_axes(model, encoder.axes)
     rows = PictureRows(_token_id(context.spec), context.rows, model.attention_spec, encoder, context.device)
     row_bytes = (1 + encoder.num_deep) * context.spec.shape.hidden_size * context.dtype.itemsize
-    return ImagesRank(context.comm.rank, tower, rows, ImageSettings.of(context.config).cache_tokens * row_bytes)
+    most_bytes = ImageSettings.of(context.config).cache_tokens * row_bytes
+    most_rows = 0 if context.config.model.numerics == "invariant" else MOST_ROWS.get(context.device.type, 0)
+    return ImagesRank(context.comm.rank, tower, rows, most_bytes, most_rows)
 
 
 def _token_id(spec: ModelSpec) -> int:

@@ -108,7 +108,7 @@ class PictureRows:
             return admission
         token_ids = np.frombuffer(admission.token_ids, dtype=np.int32)
         if self._has_axes:
-            self._positions[admission.row] = RowPositions(len(token_ids), mine)
+            self._positions[admission.row] = RowPositions(admission.num_prompt_tokens, mine)
         own = np.where(token_ids >= FIRST_ID, np.int32(self._token_id), token_ids)
         return msgspec.structs.replace(admission, token_ids=own.tobytes())
 

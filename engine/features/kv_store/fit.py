@@ -8,13 +8,8 @@ from engine.types.errors import PluginError
 
 
 def fit_model(fit: ModelFit) -> ModelFit:
-    """Return the fit.  Raises PluginError for recurrent layers and for a proposer that reads states: a store keeps
-    neither kind of state."""
+    """Return the fit.  Raises PluginError for a proposer that reads states of the model: a store does not keep them."""
     store = chosen_plugins(fit.config).get(KV_STORE)
-    if store is not None and fit.spec.state_bytes:
-        raise PluginError(
-            f"plugins.kv_store={store}: pages return without the states of recurrent layers; set it to 'none'"
-        )
     if store is not None and isinstance(fit.proposer, DraftModel) and fit.proposer.reads_states:
         raise PluginError(
             f"plugin {fit.names[PROPOSER]}: plugins.kv_store={store} does not keep the model states it reads; set it "

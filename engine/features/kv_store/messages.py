@@ -32,41 +32,49 @@ class FetchPages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PagesFetched(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank has so many of the pages that it was to fetch, and keeps them until a step uses or drops them."""
+    """A rank has so many of the pages that it was to fetch, and keeps them until a step uses or drops them.
+
+    states: the numbers of these pages behind which it has the states of recurrent layers, too."""
 
     rank: int
     fetch_id: int
     num_pages: int
+    states: tuple[int, ...] = ()
 
     def message(self) -> FeatureAnswer:
         """Return it as a message for the planner."""
-        body = msgspec.msgpack.encode(self.num_pages)
+        body = msgspec.msgpack.encode((self.num_pages, self.states))
         return FeatureAnswer(rank=self.rank, feature=NAME, number=self.fetch_id, body=body)
 
     @classmethod
     def of(cls, message: FeatureAnswer) -> "PagesFetched":
         """Return the content of a message."""
-        num_pages = msgspec.msgpack.decode(message.body, type=int)
-        return cls(rank=message.rank, fetch_id=message.number, num_pages=num_pages)
+        num_pages, states = msgspec.msgpack.decode(message.body, type=tuple[int, tuple[int, ...]])
+        return cls(rank=message.rank, fetch_id=message.number, num_pages=num_pages, states=states)
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Copy fetched pages into pages of the KV pool.  The executor drops the fetched pages that are not used.
 
-    first: the first of the fetched pages that is used.  pages: int32[k], pages of the pool; none drops all."""
+    first: the first of the fetched pages that is used.  pages: int32[k], pages of the pool; none drops all.
+    state: the number of fetched pages behind which the states arrive in this step, too; 0 for none."""
 
     fetch_id: int
     first: int = 0
     pages: bytes = b""
+    state: int = 0
 
 
 class StoreMoves(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Pages that leave for the store, before anything else of the step, and pages that come from it.
 
-    save_pages: int32[V].  save_hashes: their chained hashes, 32 bytes each."""
+    save_pages: int32[V].  save_hashes: their chained hashes, 32 bytes each.
+    save_slots: int32[S], slots of states behind pages.  state_hashes: the hashes of these pages."""
 
     save_pages: bytes = b""
     save_hashes: bytes = b""
+    save_slots: bytes = b""
+    state_hashes: bytes = b""
     landings: tuple[Landing, ...] = ()
 
     def part(self) -> dict[str, bytes]:
@@ -89,9 +97,10 @@ def sentence(message: FeatureRequest | FeatureAnswer) -> str:
         fetch = FetchPages.of(message)
         return f"fetch {fetch.fetch_id}: {len(fetch.tokens) // 4} tokens, for {fetch.timeout_s:g} s at most"
     fetched = PagesFetched.of(message)
-    return f"fetch {fetched.fetch_id} done on rank {fetched.rank}: {fetched.num_pages} pages"
+    states = f", states behind {fetched.states}" if fetched.states else ""
+    return f"fetch {fetched.fetch_id} done on rank {fetched.rank}: {fetched.num_pages} pages{states}"
 
 
 def without_tokens(part: bytes) -> bytes:
     """Return the part of a step without what follows from the values of tokens."""
-    return msgspec.msgpack.encode(msgspec.structs.replace(_decoder.decode(part), save_hashes=b""))
+    return msgspec.msgpack.encode(msgspec.structs.replace(_decoder.decode(part), save_hashes=b"", state_hashes=b""))

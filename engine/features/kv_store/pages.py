@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from engine.features.kv_store.messages import FetchPages, PagesFetched, moves_of
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kv.node import chained
 from engine.layers.kv_pool import KVPool
+from engine.layers.states import RecurrentStates
 from engine.messages import Step
 
 log = logging.getLogger(__name__)
@@ -30,19 +32,33 @@ TOKEN_BYTES = 4
 
 @dataclass(slots=True)
 class _PageRead:
-    """A fetch and the records read so far, each a digest and its page.  is_closed: no more records count."""
+    """A fetch and the records read so far, each a digest and its page.  is_closed: no more records count.
+
+    states: number of pages -> the record of the states behind them."""
 
     message: FetchPages
     answer: Callable[[PagesFetched], None]
     records: list[Tensor] = field(default_factory=list)
+    states: dict[int, Tensor] = field(default_factory=dict)
     is_answered: bool = False
     is_closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Save:
-    """Pages to be written.  records: [n, record bytes], on the host; with ``event``, once that is reached."""
+class StoredStates:
+    """The states of recurrent layers in a store: a record of all layers for each page behind which they are kept."""
 
+    records: PageRecords
+    states: RecurrentStates
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """Pages or states to be written to ``place``.
+
+    records: [n, record bytes], on the host; with ``event``, once that is reached."""
+
+    place: PageRecords
     hashes: list[bytes]
     records: Tensor
     event: torch.cuda.Event | None
@@ -51,9 +67,13 @@ class _Save:
 class StoredPages:
     """The pages of one rank on their way to a store and back.
 
-    most_bytes: limit on pages that were read and not used yet, and a second one for pages that wait to be written."""
+    most_bytes: limit on pages that were read and not used yet, and a second one for pages that wait to be written.
+    states: of a model with recurrent layers; None for another."""
 
-    def __init__(self, records: PageRecords, pool: KVPool, rank: int, most_bytes: int) -> None:
+    def __init__(
+        self, records: PageRecords, pool: KVPool, rank: int, most_bytes: int, states: StoredStates | None = None
+    ) -> None:
+        self._states = states
         self._records = records
         self._pages = pool.by_page
         self._page_bytes = pool.page_size * TOKEN_BYTES
@@ -78,31 +98,50 @@ class StoredPages:
     def save(self, step: Step) -> None:
         """Copy the pages that the step saves out of the pool, before anything else of the step changes them."""
         moves = moves_of(step)
-        pages = np.frombuffer(moves.save_pages, dtype=np.int32)
-        num_bytes = len(pages) * self._records.record_bytes
-        if not len(pages):
-            return
+        if moves.save_pages:
+            self._write(self._records, moves.save_pages, moves.save_hashes, self._of_pages)
+        if moves.save_slots:
+            assert self._states is not None, "states are saved of a model without any"
+            self._write(self._states.records, moves.save_slots, moves.state_hashes, self._of_slots)
+
+    def _write(
+        self, place: PageRecords, column: bytes, all_hashes: bytes, read: Callable[[npt.NDArray[np.int32]], Tensor]
+    ) -> None:
+        """Copy what ``read`` returns for the numbers of a column, a row each, on its way to the writer."""
+        numbers = np.frombuffer(column, dtype=np.int32)
+        num_bytes = len(numbers) * place.record_bytes
         if self._num_write_bytes + num_bytes > self._most_bytes:
-            self._note_skipped(len(pages))
+            self._note_skipped(len(numbers))
             return
         with self._changing:
             self._num_write_bytes += num_bytes
-        records = torch.empty((len(pages), self._records.record_bytes), dtype=torch.uint8, pin_memory=self._on_cuda)
-        index = torch.from_numpy(pages.astype(np.int64))
-        if self._on_cuda:
-            index = index.pin_memory().to(self._pages.device, non_blocking=True)
-        found = self._pages.index_select(0, index)
-        records[:, DIGEST_BYTES:].copy_(found.reshape(len(pages), -1).view(torch.uint8), non_blocking=self._on_cuda)
+        records = torch.empty((len(numbers), place.record_bytes), dtype=torch.uint8, pin_memory=self._on_cuda)
+        found = read(numbers)
+        records[:, DIGEST_BYTES:].copy_(found.reshape(len(numbers), -1).view(torch.uint8), non_blocking=self._on_cuda)
         event = None
         if self._on_cuda:
             event = torch.cuda.Event()
             event.record()
-        size = len(moves.save_hashes) // len(pages)
-        hashes = [moves.save_hashes[at : at + size] for at in range(0, len(moves.save_hashes), size)]
-        self._to_write.put(_Save(hashes, records, event))
+        size = len(all_hashes) // len(numbers)
+        hashes = [all_hashes[at : at + size] for at in range(0, len(all_hashes), size)]
+        self._to_write.put(_Save(place, hashes, records, event))
+
+    def _of_pages(self, pages: npt.NDArray[np.int32]) -> Tensor:
+        index = torch.from_numpy(pages.astype(np.int64))
+        if self._on_cuda:
+            index = index.pin_memory().to(self._pages.device, non_blocking=True)
+        return self._pages.index_select(0, index)
+
+    def _of_slots(self, slots: npt.NDArray[np.int32]) -> Tensor:
+        assert self._states is not None
+        slot = self._states.states.slot
+        assert slot is not None, "states are saved that no slot has"
+        return torch.stack([slot(one) for one in slots.tolist()])
 
     def land(self, step: Step) -> None:
         """Copy fetched pages into the pool, and forget the fetches."""
+        if self._states is not None:
+            self._states.states.arrived.clear()
         for landing in moves_of(step).landings:
             with self._changing:
                 fetch = self._fetches.pop(landing.fetch_id, None)
@@ -110,12 +149,16 @@ class StoredPages:
                     assert not landing.pages, f"fetch {landing.fetch_id} lands and was never made"
                     continue
                 fetch.is_closed = True
-                self._num_read_bytes -= len(fetch.records) * self._records.record_bytes
+                self._num_read_bytes -= sum(one.nbytes for one in (*fetch.records, *fetch.states.values()))
             pages = np.frombuffer(landing.pages, dtype=np.int32).tolist()
             records = fetch.records[landing.first : landing.first + len(pages)]
             for page, record in zip(pages, records, strict=True):
                 into = self._pages[page]
                 into.copy_(record[DIGEST_BYTES:].view(into.dtype).view(into.shape), non_blocking=self._on_cuda)
+            if landing.state:
+                assert self._states is not None, "states land in a model without any"
+                states = self._states.states
+                states.arrived[landing.fetch_id] = fetch.states[landing.state][DIGEST_BYTES:].view(states.data.dtype)
 
     # ---- any thread -------------------------------------------------------------------------
 
@@ -154,8 +197,8 @@ class StoredPages:
             if fetch.is_answered:
                 return
             fetch.is_answered = fetch.is_closed = True
-            num_pages = len(fetch.records)
-        fetch.answer(PagesFetched(rank=self._rank, fetch_id=fetch.message.fetch_id, num_pages=num_pages))
+            num_pages, states = len(fetch.records), tuple(fetch.states)
+        fetch.answer(PagesFetched(rank=self._rank, fetch_id=fetch.message.fetch_id, num_pages=num_pages, states=states))
 
     def _read_all(self) -> None:
         while (fetch := self._to_read.get()) is not None:
@@ -168,19 +211,26 @@ class StoredPages:
             self._answer(fetch)
 
     def _read(self, fetch: _PageRead) -> None:
-        """Read page by page, as far as they follow each other without a gap."""
-        size = self._records.record_bytes
-        for page_hash in chained(fetch.message.parent, fetch.message.tokens, self._page_bytes):
-            if fetch.is_closed or self._num_read_bytes + size > self._most_bytes:
+        """Read page by page, as far as they follow each other without a gap, and the states behind them."""
+        hashes = chained(fetch.message.parent, fetch.message.tokens, self._page_bytes)
+        for number, page_hash in enumerate(hashes, start=1):
+            if (record := self._load(self._records, page_hash, fetch)) is None:
                 return
-            record = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_cuda)
-            if not self._records.load(page_hash, record.numpy().data):
-                return
+            state = None if self._states is None else self._load(self._states.records, page_hash, fetch)
             with self._changing:
                 if fetch.is_closed:
                     return
                 fetch.records.append(record)
-                self._num_read_bytes += size
+                if state is not None:
+                    fetch.states[number] = state
+                self._num_read_bytes += record.nbytes + (0 if state is None else state.nbytes)
+
+    def _load(self, place: PageRecords, page_hash: bytes, fetch: _PageRead) -> Tensor | None:
+        """Return a record; None if there is none, or no room."""
+        if fetch.is_closed or self._num_read_bytes + place.record_bytes > self._most_bytes:
+            return None
+        record = torch.empty(place.record_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+        return record if place.load(page_hash, record.numpy().data) else None
 
     def _write_all(self) -> None:
         while (save := self._to_write.get()) is not None:
@@ -188,15 +238,16 @@ class StoredPages:
                 if save.event is not None:
                     save.event.synchronize()
                 for page_hash, record in zip(save.hashes, save.records.numpy(), strict=True):
-                    self._records.save(page_hash, record.data)
+                    save.place.save(page_hash, record.data)
             except Exception as error:  # pages that are not saved are computed again
                 self._note_failure("write", error)
             with self._changing:
                 self._num_write_bytes -= save.records.nbytes
-        try:
-            self._records.store.close()
-        except Exception as error:
-            self._note_failure("close", error)
+        for place in [self._records, *([] if self._states is None else [self._states.records])]:
+            try:
+                place.store.close()
+            except Exception as error:
+                self._note_failure("close", error)
 
     def _note_failure(self, what: str, error: Exception) -> None:
         self._num_failed += 1

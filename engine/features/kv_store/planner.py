@@ -9,6 +9,7 @@ until it starts or ends.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,11 +30,24 @@ from engine.scheduling.step_builder import StepBuilder
 MOST_WAITING = 8  # enough to keep a store busy; sequences after them keep their places in the queue
 
 
+@runtime_checkable
+class TreeWithStates(Protocol):
+    """A tree that also has states behind pages, each in a slot of the device.  num_to_take: states that may arrive."""
+
+    @property
+    def num_to_take(self) -> int: ...
+
+    def arrive(self, handle: Handle, number: int) -> None:
+        """Keep a state that arrives with the next step at a handle's end.  number: of what brings it."""
+        ...
+
+
 @dataclass(slots=True)
 class _Fetch:
     """A request to every rank.
 
     num_pages: number of pages that all ranks have that have answered.
+    states: as in ``PagesFetched``, those that all of these ranks have; None before the first answer.
     num_unanswered: number of ranks that have not answered."""
 
     fetch_id: int
@@ -41,6 +55,7 @@ class _Fetch:
     first_page: int
     num_pages: int
     num_unanswered: int
+    states: set[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +75,13 @@ class StorePlanner(PlannerFeature):
         self._limits = parts.limits
         self._pages = parts.pages
         self._prefills = parts.prefills
-        self._tree = parts.pages.tree
-        self._tree.new_pages = self._note_new
+        parts.pages.tree.new_pages, parts.pages.tree.new_state = self._note_new, self._note_state
         self._requested: list[FetchPages] = []
         self._waiting: dict[int, _Fetch] = {}  # by fetch
         self._answered: dict[int, Fetched] = {}  # by request
         self._landings: list[Landing] = []
         self._saves: list[tuple[bytes, bytes]] = []
+        self._state_saves: list[tuple[bytes, int]] = []
         self._num_requested = 0
 
     # ---- pages that go to the store ---------------------------------------------------------
@@ -75,18 +90,24 @@ class StorePlanner(PlannerFeature):
         """Save new pages of the tree.  Their content stays until the next step runs, even if they are freed before."""
         self._saves.append((b"".join(node.page_hashes[first_page:]), pages.tobytes()))
 
+    def _note_state(self, node: Node, slot: int) -> None:
+        """Save the new state at a node's end, which stays in its slot as pages stay."""
+        self._state_saves.append((node.page_hashes[-1], slot))
+
     def attach(self, step: StepBuilder) -> None:
         """Add the saves and landings since the last step."""
-        if not self._saves and not self._landings:
+        if not self._saves and not self._state_saves and not self._landings:
             return
         step.parts |= StoreMoves(
             save_hashes=b"".join(hashes for hashes, _ in self._saves),
             save_pages=b"".join(pages for _, pages in self._saves),
+            save_slots=np.array([slot for _, slot in self._state_saves], dtype=np.int32).tobytes(),
+            state_hashes=b"".join(page_hash for page_hash, _ in self._state_saves),
             landings=tuple(self._landings),
         ).part()
         step.filled_pages += [one.pages for one in self._landings]
         step.num_copied += sum(len(one.pages) for one in self._landings) // 4  # int32
-        self._saves, self._landings = [], []
+        self._saves, self._state_saves, self._landings = [], [], []
 
     # ---- pages that come from the store -----------------------------------------------------
 
@@ -127,12 +148,17 @@ class StorePlanner(PlannerFeature):
         """Take one rank's answer.  The last one gives the sequence back to the queue."""
         if message.feature != NAME or (fetch := self._waiting.get(message.number)) is None:
             return  # the sequence has ended, or the executors that got the request are gone
-        fetch.num_pages = min(fetch.num_pages, PagesFetched.of(message).num_pages)
+        fetched = PagesFetched.of(message)
+        fetch.num_pages = min(fetch.num_pages, fetched.num_pages)
+        fetch.states = {*fetched.states} if fetch.states is None else fetch.states & {*fetched.states}
         fetch.num_unanswered -= 1
         if fetch.num_unanswered:
             return
         del self._waiting[fetch.fetch_id]
-        self._answered[fetch.sequence.request_id] = Fetched(fetch.fetch_id, fetch.first_page, fetch.num_pages)
+        num_pages = fetch.num_pages
+        if isinstance(self._pages.tree, TreeWithStates):  # a row goes on from a state alone
+            num_pages = max((one for one in fetch.states if one <= num_pages), default=0)
+        self._answered[fetch.sequence.request_id] = Fetched(fetch.fetch_id, fetch.first_page, num_pages)
         self._prefills.wait(fetch.sequence)
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
@@ -143,16 +169,30 @@ class StorePlanner(PlannerFeature):
         if not fetched.first_page <= first < end:
             self._drop(fetched.fetch_id)
             return
+        tree, states = self._pages.tree, None
+        if isinstance(tree, TreeWithStates):
+            states = tree
+            if not states.num_to_take:
+                self._drop(fetched.fetch_id)
+                return
         pages = pages[: end - first]
-        num_saves = len(self._saves)
-        page_bytes = self._tree.page_bytes
-        self._tree.publish(
-            handle, key[: (first + len(pages)) * page_bytes], np.concatenate((self._tree.pages(handle), pages))
-        )
+        num_saves, num_state_saves = len(self._saves), len(self._state_saves)
+        end_of_key = (first + len(pages)) * tree.page_bytes
+        published = tree.publish(handle, key[:end_of_key], np.concatenate((tree.pages(handle), pages)))
         assert handle.num_pages == first + len(pages)
-        del self._saves[num_saves:]  # the store has these pages
+        num_here = len(published.pages)  # the tree may have pages behind the last state
+        pages[:num_here] = published.pages
+        self._pages.allocator.free(published.duplicates)
+        if states is not None:
+            states.arrive(handle, fetched.fetch_id)
+        del self._saves[num_saves:], self._state_saves[num_state_saves:]  # the store has these
         self._landings.append(
-            Landing(fetch_id=fetched.fetch_id, first=first - fetched.first_page, pages=pages.tobytes())
+            Landing(
+                fetch_id=fetched.fetch_id,
+                first=first - fetched.first_page + num_here,
+                pages=pages[num_here:].tobytes(),
+                state=fetched.num_pages if states is not None else 0,
+            )
         )
 
     def _drop(self, fetch_id: int) -> None:
@@ -176,6 +216,7 @@ class StorePlanner(PlannerFeature):
         self._requested.clear()
         self._landings.clear()
         self._saves.clear()
+        self._state_saves.clear()
         return sequences
 
 

@@ -15,7 +15,7 @@ from engine.checkpoints.fingerprint import fingerprint
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
 from engine.features.kv_store.messages import NAME, FetchPages
-from engine.features.kv_store.pages import StoredPages
+from engine.features.kv_store.pages import StoredPages, StoredStates
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kernels.levels import levels_here
 from engine.layers.kv_pool import KVPool
@@ -41,16 +41,24 @@ class StoreRank(RankFeature):
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
         """Open the store.  Raises PluginError."""
         context, page = self._context, pool.by_page[0]
-        name, namespace = context.plugins.names[KV_STORE], page_namespace(context, pool)
+        namespace = page_namespace(context, pool)
+        records, states = self._records(namespace, page.nbytes), None
+        if context.states is not None:
+            size = context.states.data[0].nbytes
+            of_states = hashlib.sha256(repr((namespace, "states", size)).encode()).digest()
+            states = StoredStates(self._records(of_states, size), context.states)
+        self.pages = StoredPages(records, pool, context.comm.rank, BUFFER_BYTES, states)
+
+    def _records(self, namespace: bytes, num_bytes: int) -> PageRecords:
+        context = self._context
         store_context = KVStoreContext(
-            record_bytes=DIGEST_BYTES + page.nbytes,
+            record_bytes=DIGEST_BYTES + num_bytes,
             namespace=namespace.hex(),
             rank=context.comm.rank,
             size=context.comm.size,
         )
-        store = context.plugins.build(name, store_context, KVStore)
-        records = PageRecords(store, namespace, page.nbytes)
-        self.pages = StoredPages(records, pool, context.comm.rank, BUFFER_BYTES)
+        store = context.plugins.build(context.plugins.names[KV_STORE], store_context, KVStore)
+        return PageRecords(store, namespace, num_bytes)
 
     def begin(self, step: Step) -> None:
         """Copy the pages that the step saves out of the pool, before anything else of the step changes them."""

@@ -26,6 +26,7 @@ class LateMasks(PlannerFeature):
         self._completions = parts.completions
         self._slow: set[int] = set()
         self._out: set[int] = set()  # of the slow ones
+        self._last_of: dict[int, int] = {}  # row -> the last step planned when a request left it
 
     def attach(self, step: StepBuilder) -> None:
         """Take the slow rows of the step out of those behind it."""
@@ -33,8 +34,11 @@ class LateMasks(PlannerFeature):
             self._sit_out(row)
 
     def take(self, part: bytes, done: StepDone) -> bool:
-        """Take out the rows whose masks are late, and return those whose masks are not.  Return False: none ends."""
-        late = msgspec.msgpack.decode(part, type=tuple[int, ...])
+        """Take out the rows whose masks are late, and return those whose masks are not.  Return False: none ends.
+
+        A rank may still name a row whose request has left it, and which another one has got since."""
+        told, last_of = msgspec.msgpack.decode(part, type=tuple[int, ...]), self._last_of
+        late = [row for row in told if done.step_id > last_of.get(row, -1)]
         if late and not self.is_on:
             self.is_on = True
             self._features.refresh()
@@ -56,12 +60,14 @@ class LateMasks(PlannerFeature):
         """Forget a row, and return the others if it was the last that decodes: it may have been retracted."""
         self._slow.discard(row)
         self._out.discard(row)
+        self._last_of[row] = self._completions.last_completed + len(self._completions.in_flight)
         self._join_if_idle()
 
     def reset(self) -> list[Sequence]:
         """Forget all rows."""
         self._slow.clear()
         self._out.clear()
+        self._last_of.clear()
         return []
 
     def _sit_out(self, row: int) -> None:

@@ -80,6 +80,7 @@ class RankAdapters:
 
     def __init__(self, decoder: Decoder, comm: Comm, num_slots: int, max_rank: int, max_rows: int) -> None:
         self._comm = comm
+        self._names = decoder.shape.names
         self._dtype = decoder.dtype
         self._device = decoder.device
         self._slot_of_row = np.zeros(max_rows, dtype=np.int64)
@@ -197,9 +198,11 @@ class RankAdapters:
         if digest_of(config, stored) != adapter.digest:
             raise WeightsError(f"{adapter.path}: its files have changed; load it again")
         fields, tensors = Fields(json.loads(config), adapter.path), load(stored)
-        for name, places in self._places.items():
-            if (a_RI := tensors.get(tensor_name(name, "A"))) is None:
+        for own, places in self._places.items():
+            named = (one for one in self._names.spellings(own) if tensor_name(one, "A") in tensors)
+            if (name := next(named, None)) is None:
                 continue
+            a_RI = tensors[tensor_name(name, "A")]
             b_OR = tensors[tensor_name(name, "B")].float() * module_scale(fields, name, len(a_RI))
             a_RI, b_OR = a_RI.to(self._dtype), b_OR.to(self._dtype)
             # The mask multiplies other rows' results by zero, which makes NaN of numbers that are not finite.

@@ -88,11 +88,17 @@ class Product(NamedTuple):
 class AdapterRules(msgspec.Struct, frozen=True):
     """The adapters that are served.
 
-    folder: absolute; adapters elsewhere are not read.  modules: name -> (outputs, inputs) of adaptable modules."""
+    folder: absolute; adapters elsewhere are not read.  modules: name -> (outputs, inputs) of adaptable modules.
+    others: what transformers calls a module -> its name, where that is another one."""
 
     folder: str
     max_rank: int
     modules: dict[str, tuple[int, int]]
+    others: dict[str, str] = msgspec.field(default_factory=dict)
+
+    def module(self, name: str) -> str:
+        """Return a module's name for the one that a file has."""
+        return self.others.get(name, name)
 
 
 def layer_products(shape: DecoderShape, index: int) -> tuple[tuple[Product, ...], ...]:
@@ -166,7 +172,8 @@ def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str
         fault = "no such directory; expected the parent of the adapters"
     if fault:
         raise ConfigError(f"lora.folder={folder}: {fault}")
-    return AdapterRules(str(Path(folder).resolve()), max_rank, modules)
+    others = {other: name for name in modules for other in shape.names.spellings(name)[1:]}
+    return AdapterRules(str(Path(folder).resolve()), max_rank, modules, others)
 
 
 def read_adapter(folder: Path, rules: AdapterRules) -> Adapter:
@@ -180,6 +187,8 @@ def read_adapter(folder: Path, rules: AdapterRules) -> Adapter:
     if not modules:
         raise WeightsError(f"{folder / TENSORS}: holds no tensors, expected lora_A and lora_B of some modules")
     for module in sorted(modules):
+        if (own := rules.module(module)) != module and own in modules:
+            raise WeightsError(f"{folder / TENSORS}: {module} and {own} are names of one module; keep one of the two")
         ranks = []
         for matrix, dim in (("A", 0), ("B", 1)):
             name = tensor_name(module, matrix)
@@ -247,7 +256,7 @@ def _check_tensor(name: str, tensor: StoredTensor, rules: AdapterRules) -> None:
     match = TENSOR_NAME.fullmatch(name)
     if match is None:
         raise WeightsError(f"{where}: not served; expected lora_A and lora_B of linear layers, as PEFT names them")
-    module, matrix = match.groups()
+    module, matrix = rules.module(match[1]), match[2]
     if module not in rules.modules:
         kinds = ", ".join(sorted({one.rpartition(".")[2] for one in rules.modules}))
         raise WeightsError(f"{where}: adapters of this model may change {kinds} of its layers, not {module}")

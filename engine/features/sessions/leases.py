@@ -23,6 +23,7 @@ MOST_PAUSES: Final = 512  # of a client, and of all; the last ones
 ENOUGH: Final = 16  # pauses from which a distribution is read
 SHARE: Final = 0.99  # of pauses that a lease is to last for
 MOST_LEASES: Final = 16  # of a session, that later ones are compared with: the last ones
+RETURNING: Final = 0.25  # of a client's sessions: where fewer come back, one that has not has no lease
 
 
 class SessionKey(NamedTuple):
@@ -52,12 +53,36 @@ class Lease:
 
 @dataclass(slots=True)
 class Session:
-    """One session.  until: up to when the pages that its requests have found are leased."""
+    """One session.  until: up to when the pages that its requests have found are leased.
+
+    has_returned: whether a request has come after the end of another one."""
 
     num_open: int = 0
+    has_returned: bool = False
     ended_at: float | None = None
     leases: list[Lease] = field(default_factory=list)
     until: float = 0.0
+
+
+@dataclass(slots=True)
+class _Habits:
+    """The pauses of a client's sessions, the last ones, and how many of its sessions have come back."""
+
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_PAUSES))
+    num_sessions: int = 0
+    num_returned: int = 0
+
+    def begin(self) -> None:
+        """Count a session.  Those of long ago count less."""
+        self.num_sessions += 1
+        if self.num_sessions > MOST_PAUSES:
+            self.num_sessions, self.num_returned = self.num_sessions // 2, self.num_returned // 2
+
+    @property
+    def come_back(self) -> bool:
+        """Whether a session is likely to come back, also while few are known."""
+        num_gone = self.num_sessions - self.num_returned
+        return num_gone <= ENOUGH or self.num_returned >= RETURNING * self.num_sessions
 
 
 class Leases:
@@ -68,7 +93,7 @@ class Leases:
         self._budget = options.leased_share * num_pages
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._pauses: deque[float] = deque(maxlen=MOST_PAUSES)
-        self._of_client: OrderedDict[str, deque[float]] = OrderedDict()
+        self._of_client: OrderedDict[str, _Habits] = OrderedDict()
         self._ends: list[tuple[float, int, Lease]] = []  # a heap of the ends of leases, with their numbers
         self._num_granted = 0
         self._held: Counter[str] = Counter()  # pages of each client under leases
@@ -81,10 +106,16 @@ class Leases:
     def begin(self, key: SessionKey, now: float) -> Session:
         """Note that a request of a session has come: its pause is over.  Return the session."""
         self.expire(now)
-        session = self._sessions.setdefault(key, Session())
+        habits = self._habits(key.client)
+        if (session := self._sessions.get(key)) is None:
+            session = self._sessions[key] = Session()
+            habits.begin()
         self._sessions.move_to_end(key)
         if session.ended_at is not None and not session.num_open:
-            self._note_pause(key.client, now - session.ended_at)
+            habits.pauses.append(now - session.ended_at)
+            self._pauses.append(now - session.ended_at)
+            habits.num_returned += not session.has_returned
+            session.has_returned = True
         session.num_open += 1
         if len(self._sessions) > MOST_SESSIONS:
             self._sessions.popitem(last=False)
@@ -102,6 +133,8 @@ class Leases:
         session = self._sessions.get(key)
         wanted = min(ttl_s or self.expected(key.client), self._max_lease_s)
         if session is None or not handle.num_pages or wanted <= 0:
+            return 0.0
+        if not session.has_returned and not ttl_s and not self._habits(key.client).come_back:
             return 0.0
         path = _path(handle.node)
         beside = [one.num_beside(path) for one in session.leases]
@@ -150,18 +183,18 @@ class Leases:
 
     def expected(self, client: str) -> float:
         """Return how long a pause may take: as the client's did where enough are known, else as those of all."""
-        own = self._of_client.get(client, ())
+        own = self._habits(client).pauses
         pauses = own if len(own) >= ENOUGH else self._pauses
         if len(pauses) < ENOUGH:
             return FIRST_LEASE_S
         return sorted(pauses)[math.ceil(SHARE * len(pauses)) - 1]
 
-    def _note_pause(self, client: str, seconds: float) -> None:
-        self._of_client.setdefault(client, deque(maxlen=MOST_PAUSES)).append(seconds)
+    def _habits(self, client: str) -> _Habits:
+        found = self._of_client.setdefault(client, _Habits())
         self._of_client.move_to_end(client)
-        self._pauses.append(seconds)
         if len(self._of_client) > MOST_CLIENTS:
             self._of_client.popitem(last=False)
+        return found
 
 
 def _path(node: Node | None) -> set[Node]:

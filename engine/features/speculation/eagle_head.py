@@ -1,4 +1,4 @@
-"""A rank's EAGLE-3 head: its weights, its pool, and the states that the model leaves for it.
+"""A rank's head, of EAGLE-3 or of the model itself: its weights, its pool, and the states that the model leaves for it.
 
 Owns: how they are put together, the table from the head's tokens to the model's.  Does not know: steps.
 """
@@ -17,7 +17,8 @@ from engine.execution.rows import DeviceRows
 from engine.features.speculation.draft_model import RankDraft
 from engine.features.speculation.head_drafting import HeadDrafter, KeptStates
 from engine.features.speculation.head_files import TO_MODEL, EagleHeadShape, read_eagle_head
-from engine.features.speculation.head_model import EagleHead
+from engine.features.speculation.head_model import StatesHead
+from engine.features.speculation.mtp_files import read_mtp_head
 from engine.formats.reader import SafetensorsReader
 from engine.layers.kv_pool import KVPool
 from engine.models.decoder import Decoder
@@ -26,23 +27,25 @@ from engine.types.errors import WeightsError
 
 
 class RankHead(RankDraft):
-    """An EAGLE-3 head with its weights, and the states of the model that it reads."""
+    """A head with its weights, and the states of the model that it reads."""
 
     def __init__(self, draft: DraftModel, context: RankContext) -> None:
         # States and keys of the head have one layer, and so the same slots.
         config = structs.replace(context.config, kv=structs.replace(context.config.kv, layout="layer_first"))
         super().__init__(draft, replace(context, config=config))
-        assert isinstance(self.model, EagleHead), f"{draft.path} is no head"
+        assert isinstance(self.model, StatesHead), f"{draft.path} is no head"
         self._head = self.model
         self._states: KeptStates | None = None
         shape = self._head.shape
         self._to_model_V = None
-        if config.model.load_format == "safetensors":
+        if config.model.load_format == "safetensors" and isinstance(shape, EagleHeadShape):
             self._to_model_V = _to_model(Path(draft.path), shape, self._device)
         size = config.kv.page_size
         self.page_bytes += KVPool.page_bytes(1, size, 1, shape.hidden_size, self._dtype, "", shape.hidden_size)
 
     def _read_spec(self, directory: Path) -> ModelSpec:
+        if self._draft.is_part:
+            return read_mtp_head(directory, self._config.plugins, self._config.model)
         return read_eagle_head(directory)
 
     def prepare(self, num_pages: int) -> None:
@@ -63,7 +66,7 @@ class RankHead(RankDraft):
             latent_size=width,
         )
         self._states = KeptStates(self._head, pool, self._head.shape.state_layers_of(len(model.layers)))
-        self._head.embedding, self._head.states, model.tap = model.embedding, self._states, self._states
+        self._head.model, self._head.states, model.tap = model, self._states, self._states
         self.kept_pools = (pool,)
 
     def drafter(self, rows: DeviceRows, vocab_size: int) -> HeadDrafter:

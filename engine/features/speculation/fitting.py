@@ -9,7 +9,10 @@ from pathlib import Path
 import msgspec
 
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
-from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.gguf import LINK
+from engine.checkpoints.shape import DecoderShape, PredictorShape
+from engine.checkpoints.shards import read_shards
+from engine.checkpoints.text_part import text_tensors
 from engine.config import Config
 from engine.features.speculation.head_files import EagleHeadShape, read_eagle_head
 from engine.plugins.families import read_model
@@ -27,6 +30,8 @@ def fitting_model(
     """Return the draft model or head with its path resolved.  max_len, vocabulary: those of the model.
 
     Raises PluginError if it does not fit the model, WeightsError if it cannot be read."""
+    if draft.is_part:
+        return fitting_part(draft, plugin, config, spec, max_len)
     if draft.reads_states:
         return fitting_head(draft, plugin, spec, max_len)
     return fitting_draft(draft, plugin, config, spec, vocabulary)
@@ -67,8 +72,6 @@ def fitting_head(draft: DraftModel, plugin: str, spec: ModelSpec, max_len: int) 
     layers = own.state_layers_of(model.num_layers)
     if model.built_by != DecoderShape.built_by or spec.use.kind != "generate":
         reason = f"{spec.architecture} is not one of callboard's own families, or generates no text"
-    elif model.recurrents:
-        reason = f"{spec.architecture} has recurrent layers; name a draft model, or a proposer without a model"
     elif own.vocab_size != model.vocab_size:
         reason = f"vocab_size is {own.vocab_size}, expected the model's {model.vocab_size}"
     elif own.hidden_size != model.hidden_size:
@@ -81,6 +84,31 @@ def fitting_head(draft: DraftModel, plugin: str, spec: ModelSpec, max_len: int) 
         log.info("EAGLE-3 head: %s, up to %d tokens at a time", directory, draft.num_tokens)
         return msgspec.structs.replace(draft, path=str(directory), max_len=max_len)
     raise PluginError(f"plugin {plugin}: {directory} cannot draft for {spec.directory}: {reason}")
+
+
+def fitting_part(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec, max_len: int) -> DraftModel:
+    """Return the model's own layer for drafts, with the path of its checkpoint and the model's longest sequence.
+
+    Raises PluginError if the model has none, WeightsError if its files cannot be read."""
+    own, other = spec.shape.predictor, "name another proposer"
+    if spec.shape.built_by != DecoderShape.built_by or spec.use.kind != "generate":
+        reason = f"{spec.architecture} is not one of callboard's own families, or generates no text; {other}"
+    elif own is None:
+        reason = f"no layer of {spec.architecture} predicts one token further; {other}"
+    elif config.model.load_format == "safetensors" and not _stores(spec, own):
+        reason = f"its files have no tensors {own.stem}.*, which programs that write one may leave out; {other}"
+    else:
+        log.info("multi-token prediction: %s of the model, up to %d tokens at a time", own.stem, draft.num_tokens)
+        return msgspec.structs.replace(draft, path=str(spec.directory), max_len=max_len)
+    raise PluginError(f"plugin {plugin}: {spec.directory} cannot draft for itself: {reason}")
+
+
+def _stores(spec: ModelSpec, own: PredictorShape) -> bool:
+    """Return whether a checkpoint has the layer.  That of a GGUF file is not read."""
+    if (spec.directory / LINK).exists():
+        return False
+    stored = text_tensors(spec.config["architectures"][0], read_shards(spec.directory))
+    return any(name.startswith(f"{own.stem}.") for name in stored)
 
 
 def _difference(directory: Path, vocabulary: Vocabulary) -> str | None:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head next to the model: the states of the model's steps that it reads, and its passes.
+"""A head next to the model: the states of the model's steps that it reads, and its passes.
 
 Legend: T tokens of a pass · N of them after which a token is guessed · D model dim · V tokens that the head can guess
 Owns: the states, by page; the head's passes.  Does not know: how a head computes, which rows are drafted for.
@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.execution.batch import lay_out
 from engine.execution.rows import DeviceRows
 from engine.features.speculation.drafting import Drafted, Drafter
-from engine.features.speculation.head_model import EagleHead
+from engine.features.speculation.head_model import StatesHead
 from engine.features.speculation.messages import Proposals
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
@@ -34,7 +34,7 @@ class KeptStates:
 
     pool: a pool of one layer, which holds the states as latents.  layers: layers of the model."""
 
-    def __init__(self, head: EagleHead, pool: KVPool, layers: Sequence[int]) -> None:
+    def __init__(self, head: StatesHead, pool: KVPool, layers: Sequence[int]) -> None:
         self.layers: Collection[int] = layers
         self.pool = pool
         self._head = head
@@ -61,14 +61,14 @@ class KeptStates:
 
 
 class HeadDrafter(Drafter):
-    """A drafter that has an EAGLE-3 head.
+    """A drafter that has a head.
 
     rows: the model's rows.
     to_model_V: int64, the model's token of each of the head's; None if they are the same."""
 
     def __init__(
         self,
-        head: EagleHead,
+        head: StatesHead,
         pool: KVPool,
         attention: AttentionBackend,
         rows: DeviceRows,

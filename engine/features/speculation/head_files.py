@@ -16,7 +16,15 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 TO_MODEL, FROM_MODEL = "d2t", "t2d"
 
 
-class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
+class HeadShape(DecoderShape, frozen=True, kw_only=True):
+    """The shape of a head, which reads hidden states of a model.  vocab_size, hidden_size: also the model's."""
+
+    def state_layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers whose inputs it reads in a model of so many; that number for the last one's result."""
+        return (num_layers,)
+
+
+class EagleHeadShape(HeadShape, frozen=True, kw_only=True):
     """The shape of an EAGLE-3 head.  vocab_size, hidden_size: also the target model's, whose embedding it reads.
 
     draft_vocab_size: tokens that the head can propose.  state_norm: norm of the hidden state before the layer.

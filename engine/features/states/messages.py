@@ -1,6 +1,7 @@
 """The part of a step about states: copies from slot to slot.
 
 Slot r is the running state of row r; the slots after those of all rows are snapshots, those in host memory last.
+A source below 0 is a state that arrives from elsewhere before the copies.
 """
 
 from typing import Final
@@ -10,6 +11,7 @@ import msgspec
 from engine.messages import Step
 
 NAME: Final = "states"
+ARRIVING: Final = -1  # the source of a copy, less the number of what brings the state
 
 
 class StateCopies(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

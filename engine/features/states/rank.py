@@ -16,7 +16,7 @@ from engine.execution.device import fair_share, host_place
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
-from engine.features.states.messages import copies_of
+from engine.features.states.messages import ARRIVING, copies_of
 from engine.features.states.slots import PAGES_PER_SLOT, num_for_rows, num_on_host, num_snapshots
 from engine.host.memory import available_bytes
 from engine.layers.kv_pool import KVPool
@@ -31,7 +31,11 @@ log = logging.getLogger(__name__)
 class StatesRank(RankFeature):
     """The snapshots of one rank.  states: those of its rows."""
 
+    order = 11  # a state that comes from a store is there
+
     def __init__(self, context: RankContext, states: RecurrentStates) -> None:
+        self._states = states
+        states.slot = self._slot
         self._running = states.data
         self._max_running = context.config.scheduler.max_running
         self._num_for_rows = num_for_rows(context.config)
@@ -95,7 +99,8 @@ class StatesRank(RankFeature):
     def _copy(self, copies: bytes) -> None:
         """Copy slots in the order of the device's work, also to and from host memory, which the host never touches."""
         for source, target in _pairs(copies):
-            self._slot(target).copy_(self._slot(source), non_blocking=True)
+            state = self._slot(source) if source >= 0 else self._states.arrived.pop(ARRIVING - source)
+            self._slot(target).copy_(state, non_blocking=True)
 
     def _slot(self, slot: int) -> Tensor:
         for memory in (self._running[: self._max_running], self._snapshots, self._on_host):

@@ -11,6 +11,7 @@ leaves the device gets a slot there, in place of the worst one.
 
 from typing import Any
 
+from engine.features.states.messages import ARRIVING
 from engine.features.states.slots import SnapshotSlots
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.match import Match
@@ -20,7 +21,9 @@ from engine.kv.radix import RadixTree
 
 
 class StateTree(RadixTree):
-    """A radix tree with snapshots of states.  slots: those of snapshots, of which rows hold some."""
+    """A radix tree with snapshots of states.
+
+    slots: those of snapshots, of which rows hold some."""
 
     keeps_states = True
 
@@ -154,6 +157,15 @@ class StateTree(RadixTree):
             return
         self._version += 1
         self._snapshots[node] = slot
+        if self.new_state is not None:
+            self.new_state(node, slot)
+
+    def arrive(self, handle: Handle, number: int) -> None:
+        """Keep a state that comes from elsewhere before the next step at a handle's end.  number: of what brings it."""
+        slot = self.take_slot()
+        assert slot is not None, "no slot for a state that arrives"
+        self._slots.copies.append((ARRIVING - number, slot))
+        self.keep(handle, handle.num_pages, slot)
 
     def _lose_snapshot(self, node: Node) -> None:
         if (slot := self._snapshots.pop(node, None)) is not None:

@@ -1,13 +1,11 @@
 """Weight updates as a part of an engine: an operator's commands, and what they wait for.
 
-Owns: the numbers of commands, the check of a checkpoint before any rank reads it.
-Does not know: how ranks change their weights, HTTP, which directories a request may name.
+Owns: the numbers of commands, updates that come in pieces.
+Does not know: how ranks change their weights, HTTP, where weights come from.
 """
 
 import asyncio
 import itertools
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,44 +16,61 @@ import msgspec
 
 from engine.actors.feature import EngineContext, EngineFeature, NewScheduler
 from engine.actors.scheduler import Scheduler
-from engine.checkpoints.checkpoint import resolve_checkpoint
-from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
-from engine.features.weight_updates.files import overlay
 from engine.features.weight_updates.messages import (
+    TAGS,
+    Announced,
     Command,
     Mode,
     Pause,
+    Regain,
+    Release,
     Resume,
+    Tag,
     Update,
     Weights,
     command_message,
 )
 from engine.features.weight_updates.planner import WeightsPlanner
-from engine.plugins.families import read_model
+from engine.features.weight_updates.settings import VersionSettings
+from engine.features.weight_updates.sources import MOST_PIECES, Sources, check_announced, sent_place
 from engine.scheduling.rows import PlannerLimits
-from engine.types.errors import FieldError, RequestError
+from engine.types.errors import CallboardError, FieldError, RequestError
 
 LOOK_EVERY_S: Final = 0.005  # at whether a command has ended
-FOLDER: Final = "weights"  # in storage.folder
 MAX_VERSION_CHARS: Final = 256
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Compute with the weights of another checkpoint of the same model.
 
-    directory: of the checkpoint, or a safetensors file with the tensors that differ from the present ones.
-    version: its name in answers; '' for its number.  digest: expected fingerprint; '' for any.
+    directory: of the checkpoint, or a safetensors file with the tensors that differ from the present ones, or memory
+    with them.
+    version: its name in answers; '' for its number.  digest: expected fingerprint, or SHA-256 of the file; '' for any.
     mode: see ``Mode``; None for that of the pause, or 'retract'.
-    max_versions: requests end that would have tokens of more versions; 0 for no limit.
-    is_sent: it came with a request, which may name no place but those that ``_place`` allows."""
+    max_versions: requests end that would have tokens of more versions; None for the limit that is set, 0 for none.
+    is_sent: it came with a request, which may name no place but those that ``sent_place`` allows.
+    is_piece: after ``BeginUpdate`` it is kept until ``FinishUpdate``.
+    announced: name, dtype and shape of all tensors that the file must have; empty for any."""
 
     directory: str
     version: str = ""
     digest: str = ""
     mode: Mode | None = None
-    max_versions: int = 0
+    max_versions: int | None = None
     is_sent: bool = False
+    is_piece: bool = False
+    announced: tuple[Announced, ...] = ()
+
+
+class BeginUpdate(msgspec.Struct, frozen=True, tag=True):
+    """Collect the pieces of an update; those of one that was not finished are forgotten."""
+
+
+class FinishUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Change to the weights of all pieces at once.  version: their name in answers; '' for the number."""
+
+    version: str = ""
 
 
 class PauseRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -68,23 +83,39 @@ class ResumeRows(msgspec.Struct, frozen=True, tag=True):
     """Go on after a pause."""
 
 
+class ReleaseMemory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start no step, and give memory back, until it is regained."""
+
+    tags: tuple[Tag, ...] = TAGS
+
+
+class RegainMemory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Take memory again, and go on when nothing is missing."""
+
+    tags: tuple[Tag, ...] = TAGS
+
+
 class Describe(msgspec.Struct, frozen=True, tag=True):
     """Return the present state."""
 
 
-Asked = UpdateWeights | PauseRows | ResumeRows | Describe
+Asked = UpdateWeights | BeginUpdate | FinishUpdate | PauseRows | ResumeRows | ReleaseMemory | RegainMemory | Describe
 
 
 class WeightsState(msgspec.Struct, frozen=True, kw_only=True):
     """The state after a command.
 
-    version, digest: of the present weights.  number: of updates so far.  took_s: seconds, also for reading weights."""
+    version, digest: of the present weights.  number: of updates so far.  took_s: seconds, also for reading weights.
+    released: memory that is given back.  num_ranks: that compute.  most_bytes: that a file of tensors may have."""
 
     version: str
     number: int
     digest: str
     paused: bool
     took_s: float = 0.0
+    released: tuple[Tag, ...] = ()
+    num_ranks: int = 1
+    most_bytes: int = 0
 
 
 class WeightsFeature(EngineFeature):
@@ -95,7 +126,8 @@ class WeightsFeature(EngineFeature):
         self._scheduler: Scheduler | None = None
         self._numbers = itertools.count()
         self._lock = asyncio.Lock()
-        self._made: tempfile.TemporaryDirectory[str] | None = None
+        self._sources = Sources()
+        self._pieces: list[Path] | None = None  # of an update that has begun
 
     def scheduler(self, build: NewScheduler) -> NewScheduler:
         """Return a constructor that notes the scheduler, which gets the commands."""
@@ -116,79 +148,101 @@ class WeightsFeature(EngineFeature):
         asked: Asked = msgspec.json.decode(text, type=Asked)
         began = time.monotonic()
         match asked:
-            case UpdateWeights():
+            case UpdateWeights() | BeginUpdate() | FinishUpdate():
                 async with self._lock:
-                    weights = await asyncio.to_thread(self._checked, asked)
-                    await self._do(Update(weights, asked.mode, asked.max_versions))
+                    await self._update(asked)
             case PauseRows(mode=mode):
                 await self._do(Pause(mode))
             case ResumeRows():
                 await self._do(Resume())
+            case ReleaseMemory(tags=tags):
+                await self._do(Release(tags))
+            case RegainMemory(tags=tags):
+                await self._do(Regain(tags))
             case Describe():
                 pass
-        planner = self._planner
+        return msgspec.json.encode(await self._state(time.monotonic() - began))
+
+    async def _state(self, took_s: float) -> WeightsState:
+        planner, sources, config = self._planner, self._sources, self._config
         present = planner.present
-        return msgspec.json.encode(
-            WeightsState(
-                version=present.version,
-                number=present.number,
-                digest=present.digest,
-                paused=planner.pause is not None,
-                took_s=time.monotonic() - began,
-            )
+        has_files = config.model.load_format == "safetensors"
+        return WeightsState(
+            version=present.version,
+            number=present.number,
+            digest=await asyncio.to_thread(sources.digest, present, config) if has_files else "",
+            paused=planner.pause is not None,
+            took_s=took_s,
+            released=tuple(sorted(planner.given_back)),
+            num_ranks=planner.num_ranks,
+            most_bytes=await asyncio.to_thread(sources.most_bytes, config) if has_files else 0,
         )
 
-    def _checked(self, asked: UpdateWeights) -> Weights:
-        """Return the weights of a directory.  Raises WeightsError, and RequestError for another digest."""
+    async def rest(self, tags: tuple[str, ...]) -> None:
+        """Give memory back.  Raises RequestError."""
+        await self._do(Release(msgspec.convert(tags, tuple[Tag, ...])))
+
+    async def rise(self, tags: tuple[str, ...]) -> None:
+        """Take memory again.  Raises RequestError."""
+        if self._planner.given_back:
+            await self._do(Regain(msgspec.convert(tags, tuple[Tag, ...])))
+
+    # ---- updates ----------------------------------------------------------------------------
+
+    async def _update(self, asked: UpdateWeights | BeginUpdate | FinishUpdate) -> None:
+        """Change the weights, or take a piece of a change."""
+        match asked:
+            case BeginUpdate():
+                self._pieces = []
+                self._sources.keep(self._planner.present)
+            case FinishUpdate(version=version):
+                if (pieces := self._pieces) is None:
+                    raise RequestError("no update has begun; send start_weight_update first", code="no_update")
+                self._pieces = None
+                if pieces:
+                    await self._change(pieces, UpdateWeights(directory="", version=version))
+            case UpdateWeights():
+                path = await asyncio.to_thread(self._placed, asked)
+                if asked.announced:
+                    await asyncio.to_thread(check_announced, path, asked.announced)
+                if not asked.is_piece or self._pieces is None:
+                    await self._change([path], asked)
+                elif path.is_dir() or len(self._pieces) == MOST_PIECES:
+                    raise RequestError(
+                        f"a piece of an update is a file of tensors, and there are {MOST_PIECES} pieces at most"
+                    )
+                else:
+                    self._pieces.append(path)
+
+    async def _change(self, paths: list[Path], asked: UpdateWeights) -> None:
         if len(asked.version) > MAX_VERSION_CHARS or not asked.version.isprintable():
             raise FieldError("version", f"expected up to {MAX_VERSION_CHARS} printable characters")
-        config = self._config
-        directory = self._place(asked.directory) if asked.is_sent else Path(asked.directory).absolute()
-        if directory.is_file():
-            directory = self._with_tensors(directory)
-        spec = read_model(directory, config.plugins, config.model)
-        digest = fingerprint(spec, config.model.load_format)
-        if asked.digest and asked.digest != digest:
-            raise RequestError(
-                f"{asked.directory}: its digest is {digest}, not {asked.digest:.80}; the files have changed since, or "
-                "another one was meant",
-                param="digest",
-            )
-        return Weights(0, asked.version, str(spec.directory), digest)
+        named = partial(self._sources.weights, version=asked.version, digest=asked.digest)
+        most = asked.max_versions
+        if most is None:
+            most = VersionSettings.of(self._config).max_weight_versions
+        try:
+            weights: Weights = await asyncio.to_thread(named, paths, self._planner.present, self._config)
+            await self._do(Update(weights, asked.mode, most))
+        except CallboardError:
+            self._forget()
+            raise
+        self._forget()
 
-    def _with_tensors(self, path: Path) -> Path:
-        """Return a checkpoint that has the tensors of a file and for the rest those of the present weights."""
-        config, present = self._config, self._planner.present
-        self._made = self._made or tempfile.TemporaryDirectory(prefix="callboard-weights-")
-        made = Path(self._made.name)
-        base = Path(present.directory or resolve_checkpoint(config.model.path, config.model.revision))
-        for old in made.iterdir():
-            if old != base:
-                shutil.rmtree(old)
-        directory = made / str(next(self._numbers))
-        overlay(path, base, directory)
-        return directory
+    def _forget(self) -> None:
+        if self._pieces is None:
+            self._sources.keep(self._planner.present)
+
+    def _placed(self, asked: UpdateWeights) -> Path:
+        """Return the place of weights.  Raises WeightsError, and FieldError for one that a request may not name."""
+        config = self._config
+        if asked.is_sent:
+            return sent_place(asked.directory, config)
+        return self._sources.received(str(Path(asked.directory).absolute()), config)
 
     def close(self) -> None:
-        """Remove the checkpoints that were made here; they have links alone."""
-        if self._made is not None:
-            self._made.cleanup()
-
-    def _place(self, path: str) -> Path:
-        """Return the directory that a request names.  Raises FieldError for one that it may not name."""
-        config = self._config
-        if path == config.model.path:
-            return resolve_checkpoint(path, config.model.revision)
-        folder = Path(config.storage.folder, FOLDER).resolve()
-        try:
-            found = (folder / path).resolve()
-        except (OSError, RuntimeError, ValueError):  # a link to itself, a zero byte
-            found = Path("/")
-        if not config.storage.folder or not found.is_relative_to(folder):
-            raise FieldError(
-                "path", f"{path[:200]!r} is neither model.path nor below {FOLDER}/ in storage.folder; save it there"
-            )
-        return found
+        """Remove what was made of files and memory."""
+        self._sources.close()
 
     async def _do(self, command: Command) -> None:
         """Send a command, and wait until it has ended.  Raises RequestError."""

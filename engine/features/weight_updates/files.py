@@ -1,14 +1,18 @@
 """Checkpoints whose weights may take the place of others: what they have in common, and those made of some tensors.
 
-Owns: these checks, and the directory for a file of tensors.  Does not know: torch, ranks, requests.
+Owns: these checks, and the directory for files of tensors.  Does not know: torch, ranks, requests.
 """
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.shards import INDEX_FILE, read_header, read_shards
+from engine.checkpoints.shards import INDEX_FILE, StoredTensor, read_header, read_shards
+from engine.features.weight_updates.deltas import applied, changed_names, check_base
+from engine.features.weight_updates.memory import HeldMemory, is_place
 from engine.types.errors import WeightsError
 
 
@@ -27,29 +31,59 @@ def check_same_model(old: ModelSpec, new: ModelSpec, load_format: str) -> None:
 TENSORS: Final = ".safetensors"
 
 
-def check_tensors(path: Path, base: Path) -> None:
-    """Raise WeightsError unless a file's tensors have names and shapes of those in the checkpoint ``base``."""
-    known = read_shards(base)
-    for name, tensor in read_header(path).items():
+def check_tensors(path: Path, tensors: dict[str, StoredTensor], known: dict[str, StoredTensor]) -> None:
+    """Raise WeightsError unless a file's tensors have names and shapes of those that are known."""
+    for name, tensor in tensors.items():
         if name not in known:
-            raise WeightsError(f"{path}: tensor {name!r} is not among the {len(known)} of {base}")
+            raise WeightsError(f"{path}: tensor {name!r} is not among the {len(known)} of the present weights")
         if tensor.shape != known[name].shape:
             raise WeightsError(f"{path}: tensor {name!r} has shape {tensor.shape}, not {known[name].shape}")
 
 
-def overlay(path: Path, base: Path, directory: Path) -> None:
-    """Make a checkpoint with the tensors of the file ``path``, and those of ``base`` for the rest, by links.
+def overlay(paths: Sequence[Path], base: Path, directory: Path, present: str, memory: HeldMemory) -> None:
+    """Make a checkpoint with the tensors of files, the last one first, and those of ``base`` for the rest, by links.
 
-    directory: does not exist.  Raises WeightsError for a tensor that the base does not have."""
-    check_tensors(path, base)
-    files = {name: tensor.file.resolve() for name, tensor in read_shards(base).items()}
-    files |= dict.fromkeys(read_header(path), path.resolve())
+    directory: does not exist.  present: digest of the base.  memory: gets the tensors that sparse deltas make.
+    Raises WeightsError for a tensor that the base does not have, or that is for other weights."""
+    known = read_shards(base)
+    files = {name: _target(tensor.file) for name, tensor in known.items()}
+    for path in paths:
+        tensors = read_header(path)
+        changed = changed_names(tensors, known)
+        check_base(path, present, is_sparse=bool(changed))
+        made = {name: applied(path, name, tensors, _now(name, files, known)) for name in changed}
+        parts = {name + end for name in changed for end in (".indices", ".values")}
+        whole = {name: tensor for name, tensor in tensors.items() if name not in parts}
+        check_tensors(path, whole, known)
+        if twice := whole.keys() & made.keys():
+            raise WeightsError(f"{path}: tensor {min(twice)!r} is there as a whole and as elements")
+        files |= dict.fromkeys(whole, _target(path))
+        if made:
+            files |= dict.fromkeys(made, memory.write(made))
     links = {file: f"{number}{TENSORS}" for number, file in enumerate(sorted({*files.values()}))}
     directory.mkdir(parents=True)
     for file, link in links.items():
         (directory / link).symlink_to(file)
     index = {"metadata": {}, "weight_map": {name: links[file] for name, file in files.items()}}
     (directory / INDEX_FILE).write_text(json.dumps(index))
-    for file in base.iterdir():
-        if file.is_file() and file.suffix != TENSORS and file.name != INDEX_FILE:
-            (directory / file.name).symlink_to(file.resolve())
+    for other in base.iterdir():
+        if other.is_file() and other.suffix != TENSORS and other.name != INDEX_FILE:
+            (directory / other.name).symlink_to(other.resolve())
+
+
+def linked(directory: Path) -> set[Path]:
+    """Return the places that a checkpoint's links lead to."""
+    return {Path(os.readlink(one)) for one in directory.iterdir() if one.is_symlink()}
+
+
+def _now(name: str, files: dict[str, Path], known: dict[str, StoredTensor]) -> StoredTensor:
+    """Return a tensor as the files before have left it."""
+    return known[name] if files[name] == _target(known[name].file) else read_header(files[name])[name]
+
+
+def _target(path: Path) -> Path:
+    """Return the place that a link leads to; memory has no other name than its place."""
+    if is_place(path):
+        return path
+    target = Path(os.readlink(path)) if path.is_symlink() else path
+    return target if is_place(target) else path.resolve()

@@ -13,6 +13,11 @@ NAME: Final = "weight_updates"
 COMMAND: Final = -1  # in place of a rank, in answers that are an operator's commands
 Mode = Literal["finish", "keep", "retract", "abort"]
 """Running rows finish first, go on with their pages, have all their tokens computed again, or end."""
+Tag = Literal["weights", "kv_cache"]
+"""Memory that an engine gives back: that of the weights, or that of the pages."""
+TAGS: Final[tuple[Tag, ...]] = ("weights", "kv_cache")
+Announced = tuple[str, str, tuple[int, ...]]
+"""Name, dtype in safetensors' spelling, and shape of a tensor."""
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -47,7 +52,19 @@ class Resume(msgspec.Struct, frozen=True, tag=True):
     """Go on."""
 
 
-Command = Update | Pause | Resume
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Plan nothing, and give memory back, until ``Regain`` has named all of it.  Running rows are retracted."""
+
+    tags: tuple[Tag, ...]
+
+
+class Regain(msgspec.Struct, frozen=True, tag=True):
+    """Take memory again that was given back."""
+
+    tags: tuple[Tag, ...]
+
+
+Command = Update | Pause | Resume | Release | Regain
 
 
 class LoadWeights(msgspec.Struct, frozen=True, tag=True):
@@ -66,7 +83,13 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     """Forget the weights that were read, since another rank could not read them."""
 
 
-Request = LoadWeights | Switch | Drop
+class FreeMemory(msgspec.Struct, frozen=True, tag=True):
+    """Give memory back; no step is in flight, and no page is in use any more."""
+
+    tags: tuple[Tag, ...]
+
+
+Request = LoadWeights | Switch | Drop | FreeMemory
 
 
 _commands = msgspec.msgpack.Decoder(Command)

@@ -19,12 +19,16 @@ from engine.features.weight_updates.messages import (
     COMMAND,
     NAME,
     Drop,
+    FreeMemory,
     LoadWeights,
     Mode,
     Pause,
+    Regain,
+    Release,
     Request,
     Resume,
     Switch,
+    Tag,
     Update,
     Weights,
     command_of,
@@ -32,11 +36,12 @@ from engine.features.weight_updates.messages import (
 )
 from engine.messages import Admit, FeatureAnswer, FeatureRequest, Finish, StepExtras
 from engine.plugins.features import FeatureContext
+from engine.scheduling.events import Why
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import InFlight, StepBuilder, Wave
 from engine.types.errors import EngineDied
-from engine.types.versions import mark
+from engine.types.versions import NOTE, mark
 
 KEPT_ENDS: Final = 64  # of commands
 NO_VERSION: Final = -1  # less than any sequence has
@@ -47,6 +52,7 @@ class WeightsPlanner(PlannerFeature):
     """The weights of one planner's ranks.
 
     path: of the model, as configured.  present: the weights that the next step is computed with.
+    given_back: memory that the ranks have given back, or will when no step is in flight.
     ends: command -> why it failed, '' if it did not; of the last commands that have ended."""
 
     order = 90  # a sequence has its adapter's name by then
@@ -57,11 +63,16 @@ class WeightsPlanner(PlannerFeature):
         self.present = Weights()
         self.ends: dict[int, str] = {}
         self.pause: Pause | None = None
+        self.given_back: frozenset[Tag] = frozenset()
+        self.num_ranks = parts.limits.num_ranks
         self._parts = parts
         self._table = parts.table
         self._update: tuple[int, Update] | None = None
         self._pausing = -1  # the command, until its pause is reached
-        self._phase: Literal["", "load", "drain", "switch"] = ""
+        self._phase: Literal["", "load", "drain", "switch", "free"] = ""
+        self._memory = -1  # the command, until memory has been given back or is there again
+        self._is_free = True  # all that ``given_back`` names has been given back
+        self._held: list[Sequence] = []  # they start when those that finish first have finished
         self._loading = self.present
         self._has_present = True
         self._errors: list[str] = []
@@ -82,7 +93,7 @@ class WeightsPlanner(PlannerFeature):
             self._errors += filter(None, [error_of(message)])
             self._num_unanswered -= 1
             if not self._num_unanswered:
-                self._loaded() if self._phase == "load" else self._switched()
+                {"load": self._loaded, "switch": self._switched, "free": self._freed}[self._phase]()
 
     def _turn_on(self) -> None:
         if not self.is_on:
@@ -107,7 +118,15 @@ class WeightsPlanner(PlannerFeature):
             case Resume():
                 self._end(self._pausing, "the engine was resumed before the pause was reached")
                 self.pause = None
+                self._let_go()
                 self._end(number)
+            case Release() | Regain() if self._memory >= 0 or self._update is not None:
+                self._end(number, "an update, or another change of the memory, is under way")
+            case Release(tags):
+                self.given_back |= {*tags}
+                self._is_free, self._memory = False, number
+            case Regain(tags):
+                self._regain(number, {*tags} & self.given_back)
 
     def _end(self, command: int, error: str = "") -> None:
         if command >= 0:
@@ -115,8 +134,18 @@ class WeightsPlanner(PlannerFeature):
             self.ends.pop(command - KEPT_ENDS, None)
         if command == self._pausing:
             self._pausing = -1
+        if command == self._memory:
+            self._memory = -1
 
-    def _ask(self, request: Request, phase: Literal["load", "switch"]) -> None:
+    def _regain(self, command: int, tags: set[Tag]) -> None:
+        """Take memory again; weights are read again."""
+        self.given_back -= tags
+        if "weights" in tags:
+            self._has_present, self._memory = False, command
+        else:
+            self._end(command)
+
+    def _ask(self, request: Request, phase: Literal["load", "switch", "free"]) -> None:
         self._num_unanswered, self._errors, self._phase = self._parts.limits.num_ranks, [], phase
         self._send(request)
 
@@ -133,16 +162,19 @@ class WeightsPlanner(PlannerFeature):
 
     def waits(self, num_in_flight: int) -> bool:
         """Return whether the weights change now or an operator has stopped the rows; go on with the change."""
+        if not self._phase and not self._is_free:
+            return self._free(num_in_flight)
         if not self._phase and (self._update is not None or not self._has_present):
             update = self._update if self._has_present else None
             self._loading = self.present if update is None else update[1].weights
             self._ask(LoadWeights(self._loading), "load")
-        if self._phase == "switch" or not self._has_present:
+        if self._phase in ("switch", "free") or not self._has_present:
             return True
         if (mode := self._mode) is None:
-            return False
-        if num_in_flight or (mode == "finish" and self._table.running.any()):
-            return mode != "finish"
+            return bool(self.given_back)
+        if num_in_flight or (mode == "finish" and (self._table.running.any() or self._finishing)):
+            return mode != "finish" or bool(self.given_back)
+        self._let_go()
         if self._phase == "drain":
             self._end_requests(0 if self._update is None else self._update[1].most)
             self._leave_rows(mode)
@@ -151,9 +183,53 @@ class WeightsPlanner(PlannerFeature):
             self._reach(mode)
         return True
 
+    def _free(self, num_in_flight: int) -> bool:
+        """Let the ranks give memory back when no step uses it.  Return True: nothing is planned."""
+        if not num_in_flight:
+            self._leave_rows("retract")
+            assert self._table.num_free == len(self._table.sequences), "rows have pages that are given back"
+            self._forget_pages()
+            self._ask(FreeMemory(tuple(sorted(self.given_back))), "free")
+        return True
+
+    def _freed(self) -> None:
+        """Stay without the memory, or take it again if a rank cannot give it back."""
+        self._phase, self._is_free = "", True
+        if self._errors:
+            self.given_back, self._has_present = frozenset(), self._has_present and "weights" not in self.given_back
+        self._end(self._memory, self._errors[0] if self._errors else "")
+
     def blocks(self) -> bool:
         """Return whether running rows are to finish and no other is to start."""
-        return self._mode == "finish"
+        return self._mode == "finish" and not self._finishing
+
+    def hold(self, sequence: Sequence) -> Why | None:
+        """Let requests wait that have no token yet, while those that have some finish."""
+        if self._mode != "finish" or len(sequence.tokens) > sequence.num_prompt:
+            return None
+        self._held.append(sequence)
+        return "queue"
+
+    def num_held(self) -> int:
+        """Return the number of these."""
+        return len(self._held)
+
+    def forget(self, sequence: Sequence) -> bool:
+        """Return whether the sequence was one of these."""
+        num_held = len(self._held)
+        self._held = [one for one in self._held if one is not sequence]
+        return len(self._held) < num_held
+
+    @property
+    def _finishing(self) -> bool:
+        """Whether a request with tokens has lost its row; the weights that drew them draw the others."""
+        open_requests = self._parts.requests.open.values()
+        return any(one.row < 0 and len(one.tokens) > one.num_prompt for one in open_requests)
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, []
+        for sequence in held:
+            self._parts.prefills.wait(sequence)
 
     @property
     def _loads_update(self) -> bool:
@@ -170,9 +246,13 @@ class WeightsPlanner(PlannerFeature):
 
     def _loaded(self) -> None:
         """Go on when all ranks have read the weights, or end an update that one of them could not read."""
-        if self._errors and not self._loads_update:
+        if self._errors and not self._loads_update and self._memory >= 0:
+            self.given_back |= {"weights"}
+            self._has_present, self._phase = True, ""
+            self._end(self._memory, self._errors[0])
+        elif self._errors and not self._loads_update:
             raise EngineDied(f"new executors cannot have the present weights {self.present.version}: {self._errors[0]}")
-        if self._update is not None and self._errors:
+        elif self._update is not None and self._errors:
             self._end(self._update[0], self._errors[0])
             self._update, self._phase = None, ""
             self._send(Drop())
@@ -186,23 +266,33 @@ class WeightsPlanner(PlannerFeature):
         if self._errors:
             raise EngineDied(f"executors cannot change to weights {self._loading.version}: {self._errors[0]}")
         self._phase, self._has_present = "", True
+        if self._is_free:
+            self.given_back -= {"weights"}
         if self._update is None or not self._loads_update:
+            if self._is_free:
+                self._end(self._memory)
             return
         (command, update), self._update = self._update, None
         self.present = update.weights
+        for sequence in self._parts.requests.open.values():
+            if sequence.row >= 0:
+                self._unmarked.add(sequence.row)
+            else:
+                self._name_weights(sequence)
+        self._forget_pages()
+        self._parts.prefills.unblock()
+        self._end(command)
+
+    def _forget_pages(self) -> None:
+        """Empty the cache, unless rows keep their pages, and what features have fetched or hold for others."""
         if self._table.num_free == len(self._table.sequences):
             self._parts.pages.forget()
         for sequence in [*self._parts.requests.open.values()]:
             if sequence.row >= 0:
-                self._unmarked.add(sequence.row)
                 continue
-            self._name_weights(sequence)
-            # What features have fetched or hold for it is of the weights before.
             held = [forget(sequence) for forget in self._parts.features.forget]
             if any(held):
                 self._parts.prefills.wait(sequence)
-        self._parts.prefills.unblock()
-        self._end(command)
 
     def _reach(self, mode: Mode) -> None:
         """End the command of a pause, since no step is in flight."""
@@ -284,6 +374,7 @@ class WeightsPlanner(PlannerFeature):
                 num_tokens = int(self._table.num_known[row]) - sequence.num_prompt
                 marked = mark(num_tokens, self.present.version)
                 extras[row] = msgspec.structs.replace(extras.get(row, NO_MARK), result=marked)
+                sequence.notes[NOTE] = sequence.notes.get(NOTE, b"") + marked
                 if sequence.notes.get(NAME, (0, 0))[0] != self.present.number:
                     sequence.notes[NAME] = self.present.number, self._num_versions(sequence) + 1
         return [wave._replace(extras=extras)]
@@ -296,12 +387,16 @@ class WeightsPlanner(PlannerFeature):
         Ranks that stay and were to change may have done so."""
         self._has_present = not self.present.number and self._phase != "switch" and self._has_present
         self._phase, self._num_unanswered, self._requested = "", 0, []
+        self._is_free = not self.given_back  # new ranks have all of their memory
+        if "weights" in self.given_back:
+            self._has_present = True
         self._unmarked.clear()
         if self.pause is not None and self.pause.mode in ("keep", "retract"):
             self._end(self._pausing)  # all rows are in the queue
         for sequence in self._parts.requests.open.values():
             self._name_weights(sequence)
-        return []
+        held, self._held = self._held, []
+        return held
 
     def succeeds(self, other: PlannerFeature) -> None:
         """Go on with the weights of another planner, or with those of another ``model.path``, which are new ones."""
@@ -310,7 +405,7 @@ class WeightsPlanner(PlannerFeature):
             return
         self._turn_on()
         self.ends, self.pause, self._pausing, self._update = other.ends, other.pause, other._pausing, other._update
-        self._num_requests = other._num_requests
+        self._num_requests, self.given_back, self._memory = other._num_requests, other.given_back, other._memory
         self.present = other.present
         if self.path != other.path:
             number = other.present.number + 1
@@ -322,7 +417,11 @@ class WeightsPlanner(PlannerFeature):
 
     def gauges(self) -> dict[str, int]:
         """Return the number of the present weights, and whether rows are paused."""
-        return {"weights_number": self.present.number, "rows_paused": int(self.pause is not None)}
+        return {
+            "weights_number": self.present.number,
+            "rows_paused": int(self.pause is not None or bool(self.given_back)),
+            "memory_released": int(bool(self.given_back)),
+        }
 
 
 def planner_feature(context: FeatureContext) -> NewFeature:

@@ -7,7 +7,11 @@ The new weights are loaded and laid out as at the start, so a step has the bits 
 them.  Then the model takes over the other one's parts: nothing is copied, and the old weights are freed.
 """
 
+import ctypes
 import logging
+import mmap
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,22 +24,27 @@ from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.compiled_decodes import CompiledDecodes
 from engine.execution.device import choose_dtype
 from engine.execution.features import RankContext, RankFeature
+from engine.execution.needs import Needs
 from engine.features.weight_updates.files import check_same_model
 from engine.features.weight_updates.messages import (
     NAME,
     Drop,
+    FreeMemory,
     LoadWeights,
     Request,
     Switch,
+    Tag,
     Weights,
     answer_to,
     request_of,
 )
+from engine.host.memory import release_freed
+from engine.layers.kv_pool import KVPool
 from engine.layers.linear import PlainWeight
 from engine.layers.packing import WrappedWeight
 from engine.messages import FeatureRequest
 from engine.models.decoder import Decoder
-from engine.models.model import Model
+from engine.models.model import Model, build_model
 from engine.plugins.families import read_model
 from engine.text.pictures import NAME as PICTURES
 from engine.types.errors import CallboardError, WeightsError
@@ -43,6 +52,7 @@ from engine.types.errors import CallboardError, WeightsError
 log = logging.getLogger(__name__)
 
 KEPT = ("tap",)  # attributes of a model that others have set
+MADV_DONTNEED = 4  # the system takes the memory, which has zeros when it is touched again
 
 
 class WeightsRank(RankFeature):
@@ -52,10 +62,13 @@ class WeightsRank(RankFeature):
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
+        self._sinks = context.model.attention_spec.sinks
         self._present = self._read = Weights()
         self._next: Model | None = None
         self._whole: CapturedDecodes | None = None
         self._num_models = 0
+        self._has_weights = True
+        self._pools: tuple[KVPool, ...] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     def around(self, model: object) -> object:
@@ -67,6 +80,10 @@ class WeightsRank(RankFeature):
         """Note the object that runs decode steps, and reads the weights' memory."""
         self._whole = whole
         return whole
+
+    def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
+        """Note the pools, whose memory may be given back."""
+        self._pools = (pool, *pools)
 
     # ---- next to the steps ------------------------------------------------------------------
 
@@ -99,20 +116,35 @@ class WeightsRank(RankFeature):
                     raise WeightsError(f"weights {number} have not been read, but {self._read.number}")
                 if self._next is not None:
                     self._take_over(self._next)
-                self._present, self._next = self._read, None
+                self._present, self._next, self._has_weights = self._read, None, True
             case Drop():
                 self._read, self._next = Weights(), None
+            case FreeMemory(tags):
+                self._free(*tags)
+
+    def _free(self, *tags: Tag) -> None:
+        """Give memory back to the system.  Raises WeightsError if it stays."""
+        context = self._context
+        if context.device.type != "cpu":
+            raise WeightsError("on a GPU executors give back all of their memory at once: POST /sleep?level=2")
+        if "weights" in tags and self._has_weights:
+            self._check_fixed()
+            model = build_model(context.spec.shape, context.comm, torch.device("meta"), context.dtype)
+            self._take_over(model, describes=False)
+            self._has_weights = False
+        if "kv_cache" in tags:
+            for pool in self._pools:
+                _give_back(pool.by_page)
+        release_freed()
 
     def _load(self, weights: Weights) -> Model | None:
         """Return a model with the weights; None if the present one has them."""
         context = self._context
-        if weights.number == self._present.number or not (weights.directory or self._present.directory):
+        is_present = weights.number == self._present.number or not (weights.directory or self._present.directory)
+        if is_present and self._has_weights:
             return None
-        if self._num_models > 1 or not isinstance(self._whole, CompiledDecodes | None):
-            raise WeightsError("captured steps read the weights' memory; set graphs.mode = 'off' to change weights")
+        self._check_fixed()
         config = context.config
-        if PICTURES in context.given:
-            raise WeightsError("a model with an encoder of pictures keeps the weights that it was started with")
         spec = context.spec
         if weights.directory:
             spec = read_model(Path(weights.directory), config.plugins, config.model)
@@ -127,6 +159,13 @@ class WeightsRank(RankFeature):
         self._check_sinks(model)
         return model
 
+    def _check_fixed(self) -> None:
+        """Raise WeightsError for a model whose weights have a fixed place."""
+        if self._num_models > 1 or not isinstance(self._whole, CompiledDecodes | None):
+            raise WeightsError("captured steps read the weights' memory; set graphs.mode = 'off' to change weights")
+        if PICTURES in self._context.given:
+            raise WeightsError("a model with an encoder of pictures keeps the weights that it was started with")
+
     def _check_files(self, spec: ModelSpec, weights: Weights) -> None:
         """Raise WeightsError unless the files have the digest of the weights."""
         if weights.digest and fingerprint(spec, self._context.config.model.load_format) != weights.digest:
@@ -136,12 +175,12 @@ class WeightsRank(RankFeature):
 
     def _check_sinks(self, model: Model) -> None:
         """Raise WeightsError for other sinks: the attention backend has copies of them."""
-        pairs = zip(self._context.model.attention_spec.sinks, model.attention_spec.sinks, strict=True)
+        pairs = zip(self._sinks, model.attention_spec.sinks, strict=True)
         if not all(torch.equal(one, other) for one, other in pairs):
             raise WeightsError("the sinks of attention differ, which only a restart changes")
 
     @torch.inference_mode()
-    def _take_over(self, other: Model) -> None:
+    def _take_over(self, other: Model, *, describes: bool = True) -> None:
         model = self._context.model
         if isinstance(model, Decoder) and isinstance(other, Decoder):
             for layer, new in zip(model.layers, other.layers, strict=True):
@@ -150,7 +189,7 @@ class WeightsRank(RankFeature):
                         wrapped.plain = plain.packed or PlainWeight(plain.weight)
                         plain.packed = wrapped
         vars(model).update({name: value for name, value in vars(other).items() if name not in KEPT})
-        if isinstance(self._whole, CompiledDecodes):
+        if isinstance(self._whole, CompiledDecodes) and describes:
             self._whole.describe()
 
     def close(self) -> None:
@@ -161,6 +200,18 @@ class WeightsRank(RankFeature):
     def leave(self) -> None:
         """Let the thread end."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _give_back(memory: torch.Tensor) -> None:
+    """Let the system have the whole pages of a tensor's memory."""
+    storage, size = memory.untyped_storage(), mmap.PAGESIZE
+    begin = -(-storage.data_ptr() // size) * size
+    length = (storage.data_ptr() + storage.nbytes()) // size * size - begin
+    if length > 0:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes, madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+        if madvise(begin, length, MADV_DONTNEED):
+            raise WeightsError(f"the memory of pages stays: {os.strerror(ctypes.get_errno())}")
 
 
 def rank_feature(context: RankContext) -> WeightsRank:

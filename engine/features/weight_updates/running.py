@@ -3,6 +3,7 @@
 Owns: these calls.  Does not know: how a command is done.
 """
 
+import os
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from engine.features.weight_updates.engine import (
     Asked,
     Describe,
     PauseRows,
+    RegainMemory,
+    ReleaseMemory,
     ResumeRows,
     UpdateWeights,
     WeightsState,
 )
-from engine.features.weight_updates.messages import NAME, Mode
+from engine.features.weight_updates.memory import parts_of, place, write_tensors
+from engine.features.weight_updates.messages import NAME, TAGS, Mode, Tag
 
 Await = Callable[[Coroutine[Any, Any, bytes]], bytes]
 
@@ -34,23 +38,42 @@ class RunningWeights:
 
     def update(
         self,
-        directory: str | Path,
+        weights: str | Path | int | Mapping[str, Any],
         *,
         version: str = "",
         digest: str = "",
         mode: Mode | None = None,
-        max_versions: int = 0,
+        max_versions: int | None = None,
     ) -> WeightsState:
-        """Compute with the weights of another checkpoint of the same model, from one step on.
+        """Compute with other weights of the same model, from one step on.
 
-        version: its name in answers; '' for the number of the update.  digest: the fingerprint that it must have.
+        weights: a checkpoint's directory; a safetensors file with the tensors that differ, whole or as a sparse delta;
+        the descriptor of memory with the same; or tensors by their names in the checkpoint.
+        version: its name in answers; '' for the number of the update.  digest: that the weights must have; of a file
+        also its SHA-256.
         mode: what happens to running rows ('finish', 'keep', 'retract', 'abort'); None for that of the pause, or
-        'retract'.  max_versions: requests end that would have tokens of more versions; 0 for no limit."""
+        'retract'.  max_versions: requests end that would have tokens of more versions; 0 for no limit, None for
+        scheduler.max_weight_versions."""
+        if isinstance(weights, Mapping):
+            memory = write_tensors(parts_of(weights), {})
+            try:
+                return self.update(memory, version=version, digest=digest, mode=mode, max_versions=max_versions)
+            finally:
+                os.close(memory)
+        directory = place(weights) if isinstance(weights, int) else weights
         return self._do(
             UpdateWeights(
                 directory=str(directory), version=version, digest=digest, mode=mode, max_versions=max_versions
             )
         )
+
+    def release(self, *tags: Tag) -> WeightsState:
+        """Give memory back ('weights', 'kv_cache'; both without an argument), and start no step until ``regain``."""
+        return self._do(ReleaseMemory(tags=tags or TAGS))
+
+    def regain(self, *tags: Tag) -> WeightsState:
+        """Take memory again; requests go on when none is missing.  An update does so for weights."""
+        return self._do(RegainMemory(tags=tags or TAGS))
 
     def pause(self, mode: Mode = "keep") -> WeightsState:
         """Start no step until ``resume``; return when running rows have finished, stand still, or are retracted."""

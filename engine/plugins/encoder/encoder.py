@@ -4,12 +4,19 @@ Legend: L layers that get rows, 1 and those of ``num_deep`` · N places of a pic
 Owns: the protocols.  Does not know: files of pictures, prompts, when a picture is encoded.
 """
 
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
 
 from engine.text.pictures import PictureFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+log = logging.getLogger(__name__)
 
 
 class Axes(NamedTuple):
@@ -49,3 +56,36 @@ class Tower(Protocol):
 
         data: the file.  way: as in its layout.  Raises RequestError if it cannot be read."""
         ...
+
+
+class ToEncode(msgspec.Struct, frozen=True, array_like=True):
+    """A picture to encode.  data: the file.  way, num_rows: as in its layout."""
+
+    data: bytes
+    way: str
+    num_rows: int = 0
+
+
+@runtime_checkable
+class BatchTower(Tower, Protocol):
+    """A tower that can compute several pictures at once, with other bits than alone."""
+
+    def encode_batch(self, pictures: Sequence[ToEncode]) -> "list[Tensor]":
+        """Return rows_LND of each picture.  Whatever it raises, the pictures are encoded one by one then."""
+        ...
+
+
+def encode_each(tower: Tower, pictures: Sequence[ToEncode]) -> "list[Tensor | Exception]":
+    """Return rows_LND of each picture, or what its encoder has raised; at once where the tower can."""
+    if len(pictures) > 1 and isinstance(tower, BatchTower):
+        try:
+            return [*tower.encode_batch(pictures)]
+        except Exception as error:  # of a library, by one of the pictures
+            log.debug("%d pictures are encoded one by one: %s", len(pictures), error)
+    found: list[Tensor | Exception] = []
+    for one in pictures:
+        try:
+            found.append(tower.encode(one.data, one.way))
+        except Exception as error:
+            found.append(error)
+    return found

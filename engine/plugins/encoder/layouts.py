@@ -165,7 +165,7 @@ def qwen_vl(files: FamilyFiles) -> Layout:
     least, most = _pixels(images)
 
     def layout(width: int, height: int) -> PictureLayout:
-        _check_strip(width, height, MOST_RATIO)
+        check_strip(width, height, MOST_RATIO)
         lines, columns = round(height / factor), round(width / factor)
         if lines * columns * factor**2 > most:
             by = math.sqrt((height * width) / most)
@@ -208,7 +208,7 @@ def low_internvl(files: FamilyFiles) -> Table:
     return {"min_patches": 1, "max_patches": 1}
 
 
-def _check_strip(width: int, height: int, most: int) -> None:
+def check_strip(width: int, height: int, most: int) -> None:
     """Raise RequestError if the longer side is more than ``most`` times the other."""
     if max(width, height) > most * min(width, height):
         raise RequestError(
@@ -257,7 +257,7 @@ def pixtral(files: FamilyFiles) -> Layout:
     longest = size.get("longest_edge", 1024)
 
     def layout(width: int, height: int) -> PictureLayout:
-        _check_strip(width, height, longest)  # a longer strip has no line, or no column, once it is shrunk
+        check_strip(width, height, longest)  # a longer strip has no line, or no column, once it is shrunk
         if (ratio := max(width, height) / longest) > 1:
             width, height = math.floor(width / ratio), math.floor(height / ratio)
         lines, columns = (height - 1) // factor + 1, (width - 1) // factor + 1

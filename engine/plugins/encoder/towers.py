@@ -3,13 +3,14 @@
 Legend: L layers that get rows, 1 and those of ``num_deep`` · N places of a picture in the prompt · D model dim
 Owns: loading these weights alone, and one picture's way through them.  Does not know: prompts, families.
 
-A picture is computed by itself, so that its rows have the same bits whatever else is encoded.
+A picture is computed by itself, so that its rows have the same bits whatever else is encoded, but in batches, which
+are computed at once where the files go one way.
 """
 
 import inspect
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,16 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from engine.plugins.encoder.encoder import ToEncode
+from engine.plugins.encoder.film_pixels import film_inputs
+from engine.plugins.encoder.films import WAY, FilmFamily
 from engine.text.picture_files import read_picture
 from engine.types.errors import WeightsError
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 OF_TEXT = re.compile(r"language_model|text_model|lm_head")
+PIXELS = ("pixel_values", "pixel_values_videos")
+ON_DEVICE = (*PIXELS, "pixel_attention_mask", "image_position_ids")
 SMALL_VOCABULARY = 64  # of the language model that is built without layers, and dropped
 # from_pretrained replaces methods of transformers' classes for all threads while it loads, and puts back what it found.
 # Two loads at once, of ranks that are threads, would leave a replacement in place.
@@ -34,10 +40,17 @@ class TransformersTower:
     """The part of an encoder that computes."""
 
     def __init__(
-        self, directory: Path, architecture: str, device: str, dtype: str, arguments: Mapping[str, Mapping[str, Any]]
+        self,
+        directory: Path,
+        architecture: str,
+        device: str,
+        dtype: str,
+        arguments: Mapping[str, Mapping[str, Any]],
+        films: FilmFamily | None = None,
     ) -> None:
         """Load the weights.  arguments: of the image processor, by way.  Raises WeightsError."""
         self._arguments = arguments
+        self._films = films
         self._device = device
         try:
             self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
@@ -55,19 +68,44 @@ class TransformersTower:
     @torch.inference_mode()
     def encode(self, data: bytes, way: str) -> Tensor:
         """Return rows_LND of a picture."""
-        found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments[way])
-        inputs = {name: one for name, one in found.items() if name in self._inputs}
-        for name in ("pixel_values", "pixel_attention_mask", "image_position_ids"):
-            if name in inputs:
-                inputs[name] = inputs[name].to(self._device)
-        inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
-        output = self._model.get_image_features(**inputs, return_dict=True)
+        if way == WAY and self._films is not None:
+            return self._rows(film_inputs(self._films, data, self._processor))
+        return self._rows(self._pixels([data], way))
+
+    @torch.inference_mode()
+    def encode_batch(self, pictures: Sequence[ToEncode]) -> list[Tensor]:
+        """Return rows_LND of each picture; those of one way are computed at once."""
+        found: dict[int, Tensor] = {}
+        for way in dict.fromkeys(one.way for one in pictures):
+            mine = [number for number, one in enumerate(pictures) if one.way == way]
+            if way == WAY:
+                found.update((number, self.encode(pictures[number].data, way)) for number in mine)
+                continue
+            rows_LTD = self._rows(self._pixels([pictures[number].data for number in mine], way))
+            parts = torch.split(rows_LTD, [pictures[number].num_rows for number in mine], dim=1)
+            found.update((number, part.clone()) for number, part in zip(mine, parts, strict=True))
+        return [found[number] for number in range(len(pictures))]
+
+    def _pixels(self, files: Sequence[bytes], way: str) -> dict[str, Any]:
+        """Return what the features of pictures are computed from."""
+        pictures = [read_picture(data) for data in files]
+        found = self._processor(images=pictures, return_tensors="pt", **self._arguments[way])
+        return {name: one for name, one in found.items() if name in self._inputs}
+
+    def _rows(self, found: Mapping[str, Any]) -> Tensor:
+        """Return rows_LND of all that is in the inputs, one after the other."""
+        is_video = "pixel_values_videos" in found
+        features = self._model.get_video_features if is_video else self._model.get_image_features
+        inputs = {name: one.to(self._device) if name in ON_DEVICE else one for name, one in found.items()}
+        pixels = next(name for name in PIXELS if name in inputs)
+        inputs[pixels] = inputs[pixels].to(self._model.dtype)
+        output = features(**inputs, return_dict=True)
         deep = getattr(output, "deepstack_features", None) or ()
         return torch.stack([_joined(one) for one in (output.pooler_output, *deep)])
 
 
 def _joined(rows: Any) -> Tensor:
-    """Return rows_ND of one picture, of which a model may return several parts."""
+    """Return rows_ND of pictures, of which a model may return several parts."""
     return torch.cat([one.flatten(0, -2) for one in rows])
 
 
@@ -112,4 +150,12 @@ def _load(directory: Path, architecture: str, dtype: torch.dtype) -> Any:
     for name in ("language_model", "text_model"):
         if hasattr(model, name):
             delattr(model, name)
+    for module in model.modules():
+        if type(module).__name__.endswith("Embeddings"):
+            module.register_forward_hook(_in_a_row)
     return model
+
+
+def _in_a_row(module: torch.nn.Module, given: Any, output: Any) -> Any:
+    """Return embeddings whose numbers lie in a row: those of a convolution do not, and every layer would copy them."""
+    return output.contiguous() if isinstance(output, Tensor) else output

@@ -12,6 +12,7 @@ import msgspec
 
 from engine.checkpoints.fields import read_fields
 from engine.plugins.encoder.encoder import Axes, Encoder, Tower
+from engine.plugins.encoder.films import FilmFamily, InternFilms, OnevisionFilms, QwenFilms, SmolFilms, TimedQwenFilms
 from engine.plugins.encoder.layouts import (
     FamilyFiles,
     Layout,
@@ -35,6 +36,7 @@ from engine.plugins.encoder.layouts import (
 from engine.plugins.hookspecs import EncoderContext, hookimpl
 from engine.text.pictures import PictureLayout
 from engine.types.errors import WeightsError
+from engine.types.prompt import Film
 
 CALLBOARD_PLUGIN = {
     "api": 1,
@@ -69,7 +71,7 @@ class _Family(NamedTuple):
     """A family.  placeholder, token, whole: as in ``PictureFormat``.
 
     arguments: those that its processor gives the image processor, besides that one's own settings.
-    low: settings of the image processor that change for low detail."""
+    low: settings of the image processor that change for low detail.  films: None if it takes none."""
 
     layout: Callable[[FamilyFiles], Layout]
     placeholder: str
@@ -77,9 +79,11 @@ class _Family(NamedTuple):
     whole: Whole = ""
     arguments: Callable[[FamilyFiles], dict[str, Any]] = lambda files: {}
     low: Callable[[FamilyFiles], Table] = lambda files: {}
+    films: type[FilmFamily] | None = None
 
 
-_QWEN = _Family(qwen_vl, "<|image_pad|>", "<|image_pad|>", low=low_qwen_vl)
+_QWEN = _Family(qwen_vl, "<|image_pad|>", "<|image_pad|>", low=low_qwen_vl, films=QwenFilms)
+_TIMED_QWEN = _QWEN._replace(films=TimedQwenFilms)
 _IDEFICS = _Family(idefics3, "<image>", "<image>", low=low_idefics3)
 _PIXTRAL = _Family(
     pixtral,
@@ -98,18 +102,19 @@ FAMILIES = {
         "<IMG_CONTEXT>",
         arguments=lambda files: {"crop_to_patches": True},
         low=low_internvl,
+        films=InternFilms,
     ),
     "LlavaForConditionalGeneration": _Family(llava, "<image>", "<image>"),
     "LlavaNextForConditionalGeneration": _Family(llava_next, "<image>", "<image>"),
-    "LlavaOnevisionForConditionalGeneration": _Family(llava_onevision, "<image>", "<image>"),
+    "LlavaOnevisionForConditionalGeneration": _Family(llava_onevision, "<image>", "<image>", films=OnevisionFilms),
     "Mistral3ForConditionalGeneration": _PIXTRAL,
     "Qwen2VLForConditionalGeneration": _QWEN,
     "Qwen2_5_VLForConditionalGeneration": _QWEN,
-    "Qwen3VLForConditionalGeneration": _QWEN,
-    "Qwen3VLMoeForConditionalGeneration": _QWEN,
-    "Qwen3_5ForConditionalGeneration": _QWEN,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN,
-    "SmolVLMForConditionalGeneration": _IDEFICS,
+    "Qwen3VLForConditionalGeneration": _TIMED_QWEN,
+    "Qwen3VLMoeForConditionalGeneration": _TIMED_QWEN,
+    "Qwen3_5ForConditionalGeneration": _TIMED_QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _TIMED_QWEN,
+    "SmolVLMForConditionalGeneration": _IDEFICS._replace(films=SmolFilms),
 }
 
 
@@ -125,6 +130,7 @@ class TransformersEncoder(Encoder):
             family = _PIXTRAL
         processor = _table(directory / "processor_config.json")
         images = processor.get("image_processor") or _table(directory / "preprocessor_config.json")
+        videos = processor.get("video_processor") or _table(directory / "video_preprocessor_config.json") or images
         try:
             files = FamilyFiles(config, processor, images)
             low, arguments = family.low(files), family.arguments(files)
@@ -133,24 +139,30 @@ class TransformersEncoder(Encoder):
             if low:
                 self._layouts["low"] = family.layout(files.with_images(low))
                 self._arguments["low"] = arguments | {name: one for name, one in low.items() if one is not None}
+            self._films = family.films(files, videos) if family.films else None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WeightsError(f"{directory}: the settings of pictures cannot be read: {error!r}") from None
         self.placeholder, self.token = family.placeholder, family.token
+        self.film_placeholder = self._films.placeholder if self._films else ""
         self.whole = family.whole if _sees_whole(config) else ""
         self.axes = _axes(config)
         self.num_deep = len(config["vision_config"].get("deepstack_visual_indexes", ()))
         own = {name: value for name, value in config.items() if name not in NOT_OF_PICTURES}
-        written = msgspec.json.encode(("transformers", own, processor, images), order="deterministic")
+        written = msgspec.json.encode(("transformers", own, processor, images, videos), order="deterministic")
         self.settings = hashlib.sha256(written).hexdigest()
 
     def layout(self, width: int, height: int, detail: str) -> PictureLayout:
         way = detail if detail in self._layouts else ""
         return self._layouts[way](width, height)._replace(way=way)
 
+    def film_layout(self, width: int, height: int, film: Film) -> PictureLayout:
+        assert self._films is not None, "a model without films has no placeholder for one"
+        return self._films.layout(self._films.shown(width, height, film))
+
     def tower(self, device: str, dtype: str) -> Tower:
         from engine.plugins.encoder.towers import TransformersTower  # with torch
 
-        return TransformersTower(self._directory, self._architecture, device, dtype, self._arguments)
+        return TransformersTower(self._directory, self._architecture, device, dtype, self._arguments, self._films)
 
 
 def _table(path: Path) -> dict[str, Any]:

@@ -1,10 +1,19 @@
 """DeepSeek-V3, R1 and Kimi K2 (DeepSeek-AI 2024): DeepSeek-V2 with experts chosen by bias-corrected sigmoids.
 
-Released files have layers for multi-token prediction after the last layer, which are not read."""
+Released files have a layer for multi-token prediction after the last layer, which ``proposer.mtp`` reads."""
 
 import msgspec
 
-from engine.checkpoints.shape import DecoderShape, RouterShape
+from engine.checkpoints.fields import Fields
+from engine.checkpoints.reading import pre_norm, read_norm
+from engine.checkpoints.shape import (
+    AttentionShape,
+    DecoderShape,
+    ExpertsShape,
+    LatentAttentionShape,
+    PredictorShape,
+    RouterShape,
+)
 from engine.plugins.hookspecs import ModelContext, hookimpl
 from engine.plugins.model.deepseek_v2 import (
     grouped,
@@ -36,4 +45,21 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     attention = read_latent_attention(fields, sizes, query_rank=1536, interleaved=fields.flag("rope_interleave", True))
     experts = read_experts(fields, router, number=256, shared=1, size=2048, chosen=8)
     shape = with_first_dense(fields, sizes, attention, experts, first_experts=3)
-    return msgspec.structs.replace(shape, unread=(rf"^model\.layers\.{sizes.num_layers}\.",))
+    return with_predictor(fields, shape, attention, experts)
+
+
+def with_predictor(
+    fields: Fields, shape: DecoderShape, attention: AttentionShape | LatentAttentionShape, experts: ExpertsShape
+) -> DecoderShape:
+    """Return the decoder with the layer behind its last one, which predicts one token more."""
+    stem = f"model.layers.{shape.num_layers}"
+    predictor = PredictorShape(
+        stem=stem,
+        prefix=stem,
+        layer=pre_norm(fields, attention, experts),
+        embedding_norm=read_norm(fields, f"{stem}.enorm"),
+        state_norm=read_norm(fields, f"{stem}.hnorm"),
+        fuse=f"{stem}.eh_proj",
+        norm=read_norm(fields, f"{stem}.shared_head.norm"),
+    )
+    return msgspec.structs.replace(shape, predictor=predictor, unread=(predictor.pattern,))

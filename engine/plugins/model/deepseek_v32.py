@@ -24,4 +24,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     fields = Fields(table, context.fields.origin)
     shape = deepseek_v3.callboard_model(replace(context, fields=fields))
     max_len = min(shape.max_len, fields.integer("index_topk", 2048))
-    return msgspec.structs.replace(shape, max_len=max_len, unread=(*shape.unread, INDEXER))
+    predictor = shape.predictor
+    if predictor is not None:
+        predictor = msgspec.structs.replace(predictor, unread=(*predictor.unread, INDEXER))
+    return msgspec.structs.replace(shape, max_len=max_len, predictor=predictor, unread=(*shape.unread, INDEXER))

@@ -1,13 +1,12 @@
 """GLM-4.5, 4.6 and 4.7 (Zhipu 2025): grouped queries, and DeepSeek-V3's experts; half of each head rotates.
 
-Released files have a layer for multi-token prediction after the last layer, which is not read."""
-
-import msgspec
+Released files have a layer for multi-token prediction after the last layer, which ``proposer.mtp`` reads."""
 
 from engine.checkpoints.reading import read_norm, read_rotary, read_sizes
 from engine.checkpoints.shape import AttentionShape, DecoderShape, HeadNormShape, RouterShape
 from engine.plugins.hookspecs import ModelContext, hookimpl
 from engine.plugins.model.deepseek_v2 import grouped, read_experts, with_first_dense
+from engine.plugins.model.deepseek_v3 import with_predictor
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Glm4MoeForCausalLM": "glm4_moe"}}
 
@@ -33,4 +32,4 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     router = grouped(fields, router, fields.integer("n_group", 1), fields.integer("topk_group", 1))
     experts = read_experts(fields, router, number=128, shared=1, size=1408, chosen=8)
     shape = with_first_dense(fields, sizes, attention, experts, first_experts=1)
-    return msgspec.structs.replace(shape, unread=(rf"^model\.layers\.{sizes.num_layers}\.",))
+    return with_predictor(fields, shape, attention, experts)

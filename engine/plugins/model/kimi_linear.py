@@ -17,7 +17,7 @@ from engine.checkpoints.reading import (
     read_kinds,
     read_norm,
 )
-from engine.checkpoints.shape import DecoderShape, ExpertsShape, GatedShape, KimiDeltaShape, RouterShape
+from engine.checkpoints.shape import DecoderShape, ExpertsShape, GatedShape, KimiDeltaShape, Names, RouterShape
 from engine.plugins.hookspecs import ModelContext, hookimpl
 from engine.plugins.model.deepseek_v2 import grouped, read_experts, read_latent_attention, read_latent_sizes
 from engine.plugins.model.qwen3_next import ATTENTION, DELTA
@@ -58,7 +58,8 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         )
         for kind, mlp in zip(_kinds(fields, sizes), kinds, strict=True)
     ]
-    return decoder(fields, sizes, layers)
+    names = Names(modules=(("self_attn.f_", "self_attn.forget_gate.f_"),))
+    return decoder(fields, sizes, layers, names=names)
 
 
 def _in_words_of_deepseek(fields: Fields) -> Fields:

@@ -53,7 +53,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     }
     if "moe" in kinds:
         layers["moe"] = LayerShape(attention=None, mlp=_experts(fields), before_mlp=norm)
-    names = Names(embedding="backbone.embeddings", layers="backbone.layers")
+    names = Names(embedding="backbone.embeddings", layers="backbone.layers", modules=(("backbone.", "model."),))
     return decoder(fields, sizes, [layers[kind] for kind in kinds], norm="backbone.norm_f", names=names)
 
 

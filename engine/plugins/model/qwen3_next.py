@@ -1,5 +1,7 @@
 """Qwen3-Next and Qwen3.5 (Alibaba 2025): the gated delta rule in most layers, gated attention in the others."""
 
+from msgspec.structs import replace
+
 from engine.checkpoints.fields import Fields
 from engine.checkpoints.reading import (
     MAX_EXPERTS,
@@ -24,6 +26,7 @@ from engine.checkpoints.shape import (
     LayerShape,
     Layout,
     PartShape,
+    PredictorShape,
     RouterShape,
 )
 from engine.plugins.hookspecs import ModelContext, hookimpl
@@ -43,7 +46,7 @@ DENSE = "qwen3_5_text"
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Return the shape.  A quarter of each head rotates.  The layers that predict several tokens are not read."""
+    """Return the shape.  A quarter of each head rotates.  ``proposer.mtp`` reads the layer of ``mtp``."""
     fields = context.fields
     kind = fields.text("model_type", "qwen3_next")
     if kind.endswith("_moe_text"):
@@ -58,17 +61,35 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         output_bias=bias,
     )
     delta = read_delta(fields, eps, "grouped" if kind == "qwen3_next" else "joined")
+    plain = LayerShape(
+        attention=None,
+        mlp=None,
+        before_attention=read_norm(fields, "input_layernorm", offset=1.0),
+        before_mlp=read_norm(fields, "post_attention_layernorm", offset=1.0),
+    )
+    mlps = _mlps(fields, sizes, kind)
     layers = [
-        LayerShape(
-            attention=attention if layer == ATTENTION else None,
-            recurrent=delta if layer == DELTA else None,
-            mlp=mlp,
-            before_attention=read_norm(fields, "input_layernorm", offset=1.0),
-            before_mlp=read_norm(fields, "post_attention_layernorm", offset=1.0),
-        )
-        for layer, mlp in zip(_kinds(fields, sizes.num_layers), _mlps(fields, sizes, kind), strict=True)
+        replace(plain, mlp=mlp, **({"attention": attention} if layer == ATTENTION else {"recurrent": delta}))
+        for layer, mlp in zip(_kinds(fields, sizes.num_layers), mlps, strict=True)
     ]
-    return decoder(fields, sizes, layers, offset=1.0, unread=(r"^mtp\.",))
+    predictor = _predictor(
+        fields,
+        replace(plain, attention=attention, mlp=read_gated(fields, sizes) if kind == DENSE else _experts(fields, kind)),
+    )
+    shape = decoder(fields, sizes, layers, offset=1.0, unread=(predictor.pattern,))
+    return replace(shape, predictor=predictor)
+
+
+def _predictor(fields: Fields, layer: LayerShape) -> PredictorShape:
+    return PredictorShape(
+        stem="mtp",
+        prefix="mtp.layers.0",
+        layer=layer,
+        embedding_norm=read_norm(fields, "mtp.pre_fc_norm_embedding", offset=1.0),
+        state_norm=read_norm(fields, "mtp.pre_fc_norm_hidden", offset=1.0),
+        fuse="mtp.fc",
+        norm=read_norm(fields, "mtp.norm", offset=1.0),
+    )
 
 
 def _kinds(fields: Fields, num_layers: int) -> list[str]:
@@ -101,10 +122,17 @@ def _mlps(fields: Fields, sizes: Sizes, kind: str) -> list[PartShape]:
     """Return the MLP of each layer: experts, but in a dense model and in layers that are said to have none."""
     if kind == DENSE:
         return [read_gated(fields, sizes)] * sizes.num_layers
+    experts = _experts(fields, kind)
+    step, without = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
+    dense = read_gated(fields, sizes)
+    return [experts if one not in without and (one + 1) % step == 0 else dense for one in range(sizes.num_layers)]
+
+
+def _experts(fields: Fields, kind: str) -> ExpertsShape:
     # Qwen3.5 is published with its experts in stacks, but not if they are rounded.
     in_stacks = kind != "qwen3_next" and not fields.has("quantization_config")
     num_experts = fields.integer("num_experts", 512, maximum=MAX_EXPERTS)
-    experts = ExpertsShape(
+    return ExpertsShape(
         num_experts=num_experts,
         num_chosen=fields.integer("num_experts_per_tok", 10 if kind == "qwen3_next" else 8, maximum=num_experts),
         expert_size=fields.integer("moe_intermediate_size", 512, maximum=MAX_WIDTH),
@@ -117,6 +145,3 @@ def _mlps(fields: Fields, sizes: Sizes, kind: str) -> list[PartShape]:
         halved=in_stacks,
         upright=in_stacks,
     )
-    step, without = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
-    dense = read_gated(fields, sizes)
-    return [experts if one not in without and (one + 1) % step == 0 else dense for one in range(sizes.num_layers)]

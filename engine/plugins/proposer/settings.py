@@ -11,6 +11,6 @@ class ProposerSettings(Addition, frozen=True):
     table: ClassVar[str] = "plugins"
 
     proposer: Annotated[str, key(
-        "Proposer of draft tokens for a step to verify: ngram, suffix, draft_model, eagle; 'none' is none",
+        "Proposer of draft tokens for a step to verify: ngram, suffix, draft_model, eagle, mtp; 'none' is none",
         changed="executors"
     )] = "none"

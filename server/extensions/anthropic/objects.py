@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.types.errors import RequestError
+from server.generate.output import WeightVersions
 from server.http.replies import MAX_MESSAGE_CHARS, ErrorFormat
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"]
@@ -69,7 +70,7 @@ class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """The answer."""
+    """The answer.  weight_versions: as in chat completions, after weights have changed."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -78,6 +79,7 @@ class MessageObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    weight_versions: WeightVersions = UNSET
 
 
 class TokenCountAnswer(msgspec.Struct, frozen=True):
@@ -164,6 +166,7 @@ class MessageEnd(msgspec.Struct, frozen=True):
 
     stop_reason: StopReason | None
     stop_sequence: str | None
+    weight_versions: WeightVersions = UNSET
 
 
 class MessageDelta(AnnouncedEvent, frozen=True, kw_only=True, tag_field="type", tag="message_delta"):

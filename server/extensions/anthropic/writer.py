@@ -7,6 +7,7 @@ The answer in one piece is what the events add up to: both are made here.
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET
 
 from engine.messages import Delta, Finish
 from engine.text.tool_calls import CallPiece, OutputPart
@@ -73,7 +74,8 @@ class MessagesWriter(Writer):
         return [*events]
 
     def last_events(self) -> list[msgspec.Struct]:
-        return [MessageDelta(delta=self._end, usage=self._counts()), MessageStop()]
+        end = msgspec.structs.replace(self._end, weight_versions=self._usage.weight_versions)
+        return [MessageDelta(delta=end, usage=self._counts()), MessageStop()]
 
     def failure(self, error: RequestError) -> MessageError:
         return message_error(error)
@@ -86,6 +88,7 @@ class MessagesWriter(Writer):
             stop_reason=self._end.stop_reason,
             stop_sequence=self._end.stop_sequence,
             usage=self._counts(),
+            weight_versions=self._usage.weight_versions if self._end.stop_reason else UNSET,
         )
 
     def _counts(self) -> MessageUsage:

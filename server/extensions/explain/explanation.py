@@ -66,7 +66,9 @@ class MissedBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice in the engine.  seconds: from when it was opened to its end.  finish: None while it runs."""
+    """One choice in the engine.  seconds: from when it was opened to its end.  finish: None while it runs.
+
+    weight_versions: as in chat completions; empty before weights have changed."""
 
     number: int
     seconds: float
@@ -75,6 +77,7 @@ class ChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     output_tokens: int | None
     retractions: int
+    weight_versions: list[tuple[int, str]] = []
 
 
 class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +190,7 @@ def _choice(told: Explained, opened_at: float) -> ChoiceBody:
         cached_tokens=told.num_cached_tokens,
         output_tokens=told.num_output_tokens,
         retractions=told.num_retractions,
+        weight_versions=list(told.weight_versions),
     )
 
 

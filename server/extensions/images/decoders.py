@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from server.extensions.images.decoding import LENGTH_BYTES, Verdict
+from server.extensions.images.decoding import LENGTH_BYTES, PICTURE, Verdict
 from server.extensions.images.places import Places
 
 NUM_PROCESSES: Final = 3
@@ -32,14 +32,16 @@ class Decoders:
         self._places = Places(NUM_PROCESSES, PROCESSES_OF_ONE)
         self._idle: list[Process] = []
 
-    async def judge(self, data: bytes, client: str) -> Verdict:
-        """Return what a process finds of a picture.  Raises RequestError where the client's turn does not come."""
+    async def judge(self, data: bytes, client: str, kind: bytes = PICTURE) -> Verdict:
+        """Return what a process finds of a picture, or of a film.
+
+        Raises RequestError where the client's turn does not come."""
         async with self._places.of(client):
             process = await self._process()
             is_fit = False
             try:
                 async with asyncio.timeout(DECODE_TIMEOUT_S):
-                    verdict = await _ask(process, data)
+                    verdict = await _ask(process, data, kind)
                 is_fit = True
                 return verdict
             except TimeoutError:
@@ -66,11 +68,11 @@ class Decoders:
         return await asyncio.create_subprocess_exec(*COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment)
 
 
-async def _ask(process: Process, data: bytes) -> Verdict:
+async def _ask(process: Process, data: bytes, kind: bytes) -> Verdict:
     assert process.stdin is not None
     assert process.stdout is not None
     pieces = (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
-    for piece in chain((len(data).to_bytes(LENGTH_BYTES, "big"),), pieces):
+    for piece in chain((kind + len(data).to_bytes(LENGTH_BYTES, "big"),), pieces):
         if process.stdin.is_closing():  # uvloop has a RuntimeError for it
             raise EOFError
         process.stdin.write(piece)

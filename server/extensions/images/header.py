@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 from engine.types.errors import CallboardError
 
 MAX_PIXELS: Final = 40_000_000
+MAX_FRAMES: Final = 768
+MAX_FILM_PIXELS: Final = 64_000_000  # of all frames of a file that moves
 MIN_SIDE: Final = 4  # image processors take an array with three rows or one for channels
 MAX_RATIO: Final = 200  # of the sides: the most that image processors take
 MAX_SCANS: Final = 200  # of a JPEG
@@ -65,6 +67,19 @@ def read_header(data: bytes) -> PictureHeader:
         raise PictureError(f"not a picture of a known format ({begins}); {FORMATS} are read")
     header.check()
     return header
+
+
+def check_frames(name: str, num_frames: int, num_pixels: int) -> None:
+    """Raise PictureError for a file that does not move, or has too many frames.  num_pixels: of a frame."""
+    if num_frames < 2:
+        raise PictureError(f"a {name} of one frame; send it as a picture")
+    if num_frames > MAX_FRAMES:
+        raise PictureError(f"a {name} of {num_frames} frames; at most {MAX_FRAMES} are allowed: leave some out")
+    if (total := num_frames * num_pixels) > MAX_FILM_PIXELS:
+        raise PictureError(
+            f"a {name} whose {num_frames} frames have {total} pixels; at most {MAX_FILM_PIXELS} are allowed: scale "
+            "it down, or leave frames out"
+        )
 
 
 def check_exif(name: str, num_bytes: int) -> None:

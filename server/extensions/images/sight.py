@@ -17,11 +17,12 @@ from typing import Final, TypeVar
 import msgspec
 
 from engine.settings.sections import ServerSection
+from engine.text.film_files import FEWEST_FRAMES, FilmFile
 from engine.types.errors import FieldError, RequestError
-from engine.types.prompt import ChatTurn, Picture
+from engine.types.prompt import ChatTurn, Film, Picture
 from server.extensions.images.decoders import Decoders
-from server.extensions.images.decoding import NOT_INSTALLED, Verdict
-from server.extensions.images.header import PictureError
+from server.extensions.images.decoding import FILM, NOT_INSTALLED, PICTURE, Verdict
+from server.extensions.images.header import MAX_FRAMES, PictureError
 from server.extensions.images.media import Media
 from server.extensions.storage.files import Files
 from server.extensions.storage.store import Store
@@ -62,7 +63,7 @@ class _Budget:
 
     def add_pixels(self, verdict: Verdict) -> None:
         """Count a picture's pixels.  Raises PictureError."""
-        self._num_pixels += verdict.width * verdict.height
+        self._num_pixels += verdict.width * verdict.height * max(1, verdict.num_frames)
         if self._num_pixels > MAX_REQUEST_PIXELS:
             raise PictureError(
                 f"{verdict.width} x {verdict.height} pixels make {self._num_pixels} of the request's pictures; at most "
@@ -109,6 +110,8 @@ class PictureSight:
 
     async def _named(self, given: GivenPicture, exchange: Exchange, budget: _Budget) -> Picture:
         try:
+            if given.frames:
+                return await self._film(given, exchange, budget)
             return await self._read(given, exchange, budget)
         except PictureError as error:
             raise FieldError(given.path, str(error), code="invalid_image") from None
@@ -124,7 +127,7 @@ class PictureSight:
             case "file":
                 data = await self._stored("" if exchange.key is None else exchange.key.owner, given, count)
         digest = await _elsewhere(len(data), lambda: hashlib.sha256(data).hexdigest())
-        verdict = await self._judge(data, digest, exchange.client)
+        verdict = await self._judge(data, digest, exchange.client, FILM if given.moves else PICTURE)
         if verdict.problem == NOT_INSTALLED:
             raise RequestError(MISSING, status=501, code="images_not_installed", param=given.path)
         if verdict.problem:
@@ -133,16 +136,35 @@ class PictureSight:
         if declared.startswith("image/") and declared != verdict.media_type:
             raise PictureError(f"declared as {declared[:40]}, but it is {verdict.media_type}")
         budget.add_pixels(verdict)
+        if given.moves:
+            film = FilmFile(Film(verdict.num_frames, verdict.fps), (data,))
+            return await _packed(film, verdict.width, verdict.height)
         return Picture(data, digest, verdict.width, verdict.height, given.detail)
 
-    async def _judge(self, data: bytes, digest: str, client: str) -> Verdict:
+    async def _film(self, given: GivenPicture, exchange: Exchange, budget: _Budget) -> Picture:
+        """Return the film of pictures, which are read one by one."""
+        if len(given.frames) > MAX_FRAMES:
+            raise PictureError(f"a video of more than {MAX_FRAMES} frames; leave some out")
+        frames = [await self._named(one, exchange, budget) for one in given.frames]
+        sizes = sorted({(one.width, one.height) for one in frames})
+        if len(sizes) > 1 or len(frames) < FEWEST_FRAMES:
+            found = " and ".join(f"{width} x {height}" for width, height in sizes)
+            raise PictureError(
+                f"a video of {len(frames)} frames of {found} pixels; it must have at least {FEWEST_FRAMES} frames, all "
+                "of one size"
+            )
+        film = FilmFile(Film(len(frames), given.fps, are_chosen=True), tuple(one.data for one in frames))
+        return await _packed(film, *sizes[0])
+
+    async def _judge(self, data: bytes, digest: str, client: str, kind: bytes) -> Verdict:
         """Return the finding on a picture, which conversations send again with every turn."""
-        if (known := self._good.get(digest)) is not None:
-            self._good.move_to_end(digest)
+        name = f"{kind.decode()} {digest}"
+        if (known := self._good.get(name)) is not None:
+            self._good.move_to_end(name)
             return known
-        verdict = await self._decoders.judge(data, client)
+        verdict = await self._decoders.judge(data, client, kind)
         if not verdict.problem:
-            self._good[digest] = verdict
+            self._good[name] = verdict
             if len(self._good) > MOST_REMEMBERED:
                 self._good.popitem(last=False)
         return verdict
@@ -160,6 +182,14 @@ class PictureSight:
             return await asyncio.to_thread(self._store.content(file.id).read_bytes)
         except OSError:
             raise PictureError("its content is gone from the server's disk; upload it again") from None
+
+
+async def _packed(film: FilmFile, width: int, height: int) -> Picture:
+    """Return a film as the engine gets it."""
+    num_bytes = sum(map(len, film.files))
+    data = await _elsewhere(num_bytes, film.packed)
+    digest = await _elsewhere(num_bytes, lambda: hashlib.sha256(data).hexdigest())
+    return Picture(data, digest, width, height, film=film.film)
 
 
 def _decoded(given: str) -> bytes:

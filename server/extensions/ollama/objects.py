@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.types.errors import RequestError
+from server.generate.output import WeightVersions
 from server.http.replies import MAX_MESSAGE_CHARS, ErrorFormat
 
 DoneReason = Literal["stop", "length", "load", "unload"]
@@ -71,7 +72,8 @@ class OllamaLogprob(OllamaToken, frozen=True):
 class OllamaEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The last line's own fields.
 
-    prompt_eval_count: tokens of the prompt, cached ones too.  eval_count: tokens of the output."""
+    prompt_eval_count: tokens of the prompt, cached ones too.  eval_count: tokens of the output.
+    weight_versions: as in chat completions, after weights have changed."""
 
     model: str
     created_at: str
@@ -84,6 +86,7 @@ class OllamaEnd(msgspec.Struct, frozen=True, kw_only=True):
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
     logprobs: list[OllamaLogprob] | UnsetType = UNSET
+    weight_versions: WeightVersions = UNSET
 
 
 class ChatLine(OllamaEnd, frozen=True, kw_only=True):

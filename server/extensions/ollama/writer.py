@@ -131,6 +131,7 @@ class _Lines(Writer):
             "prompt_eval_duration": _nanoseconds(first - self._began),
             "eval_count": counts.completion_tokens,
             "eval_duration": _nanoseconds(now - first),
+            "weight_versions": self._usage.weight_versions,
         }
 
 

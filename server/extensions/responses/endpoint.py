@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from engine.messages import Delta, Finish
 from engine.types.errors import FieldError, RequestError
@@ -179,6 +179,7 @@ class ResponsesWriter(Writer):
             top_p=params.top_p,
             usage=None if status in UNDER_WAY else _usage(self._usage.total()),
             metadata=body.metadata or {},
+            weight_versions=UNSET if status in UNDER_WAY else self._usage.weight_versions,
         )
 
 

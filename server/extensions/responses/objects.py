@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from server.generate.output import WeightVersions
 from server.openai.answers import TokenLogprob
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -158,7 +159,9 @@ class ResponseError(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """The answer, and what was asked of it.  store: may turn false when the answer is there, and cannot be stored."""
+    """The answer, and what was asked of it.  store: may turn false when the answer is there, and cannot be stored.
+
+    weight_versions: as in chat completions, after weights have changed."""
 
     id: str
     object: Literal["response"] = "response"
@@ -183,6 +186,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     metadata: dict[str, str]
+    weight_versions: WeightVersions = UNSET
 
 
 # ---- events ---------------------------------------------------------------------------------

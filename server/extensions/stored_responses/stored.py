@@ -179,7 +179,11 @@ class StoredResponses:
         if body.previous_response_id is not None:
             first, before = await self._table.conversation(owner, body.previous_response_id)
             asked = structs.replace(asked, input=[*before, *_items(body)])
-            exchange.offered_session = exchange.offered_session or first
+        elif body.store is not False:
+            first = f"{PREFIX}{origin.key.hex}"  # it may be gone on from by this name
+        else:
+            first = ""
+        exchange.offered_session = exchange.offered_session or first
         translated: Generation = await asyncio.to_thread(self._route.translate, asked)
         generation = await self._route.completed(translated, exchange)
         return self._route.task(body, structs.replace(generation, origin=origin))

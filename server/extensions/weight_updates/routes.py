@@ -1,102 +1,104 @@
-"""POST /update_weights, /pause and /resume, GET /weight_version and /is_paused, also under SGLang's names.
+"""POST /update_weights, /pause and /resume, GET /weight_version and /is_paused, and vLLM's phases of an update.
 
 Owns: their bodies and answers.  Does not know: what weights are, when they change.
 """
 
-from typing import Annotated, Final
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from engine.actors.operations import Operate
+from engine.checkpoints.shards import DTYPE_BYTES
 from engine.features.weight_updates.engine import (
-    Asked,
+    BeginUpdate,
     Describe,
+    FinishUpdate,
     PauseRows,
     ResumeRows,
     UpdateWeights,
-    WeightsState,
 )
-from engine.features.weight_updates.messages import NAME, Mode
+from engine.features.weight_updates.memory import SPELLINGS, place
+from engine.features.weight_updates.messages import Announced
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
-from server.backend import Operations
-from server.http.body import BodyReader
+from server.extensions.weight_updates.engine_weights import EngineWeights, WeightsAnswer, mode_of, refuse_weights
+from server.extensions.weight_updates.received import BODY_TYPE, body_in_memory, closed, decoded, tensors_in_memory
+from server.http.body import BodyReader, media_type
 from server.http.exchange import refuse_foreign_page
 from server.http.operation import operation
 from server.http.replies import json_reply
 from server.openai.requests import Short
 
-# Also by the words of vLLM (wait) and SGLang (in_place).
-MODES: Final[dict[str, Mode]] = {
-    "abort": "abort", "finish": "finish", "wait": "finish", "keep": "keep", "in_place": "keep", "retract": "retract",
-}  # fmt: skip
+Size = Annotated[int, Meta(ge=0, le=1 << 40)]
+MAX_TENSORS = 1 << 16
+
+
+class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors in vLLM's words, and where they are.
+
+    names, dtype_names, shapes: of all tensors.  path: a file of them below ``weights/`` of storage.folder.
+    data: their bytes in this order, as base64.  Handles of CUDA and a group of NCCL are not served."""
+
+    names: Annotated[list[Short], Meta(max_length=MAX_TENSORS)] = []
+    dtype_names: Annotated[list[Short], Meta(max_length=MAX_TENSORS)] = []
+    shapes: Annotated[list[Annotated[list[Size], Meta(max_length=64)]], Meta(max_length=MAX_TENSORS)] = []
+    path: Short | None = None
+    data: str | None = None
 
 
 class UpdateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The weights to change to.
 
-    path: directory of a checkpoint, in ``weights/`` of storage.folder, or model.path.  version: its name in answers.
-    digest: the fingerprint that it must have.  mode: what happens to running requests.
-    max_versions: requests end that would have tokens of more versions; 0 for no limit."""
+    path: directory of a checkpoint, or file of tensors, in ``weights/`` of storage.folder, or model.path.
+    version: its name in answers.  digest: the fingerprint that it must have; of a file also its SHA-256.
+    mode: what happens to running requests.
+    max_versions: requests end that would have tokens of more versions; 0 for no limit.
+    update_info: tensors in place of ``path``, in vLLM's words."""
 
-    path: Short
+    path: Short = ""
     version: Short = ""
     digest: Short = ""
     mode: Short | None = None
-    max_versions: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    max_versions: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    update_info: UpdateInfo | None = None
 
 
-class DiskBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The same in SGLang's words.  abort_all_requests: end requests that run."""
+class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of an update.  weight_version: its name in answers."""
 
-    model_path: Short
     weight_version: Short | None = None
-    abort_all_requests: bool = False
 
 
-class PauseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The way to pause.  mode: what happens to running requests."""
+class InitBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A channel for tensors.  init_info: empty, since none is needed here."""
 
-    mode: Short = "abort"
+    init_info: dict[str, Any]
 
 
-class DiskAnswer(msgspec.Struct, frozen=True):
-    """SGLang's answer."""
+class Said(msgspec.Struct, frozen=True):
+    """An answer in vLLM's words."""
 
     message: str
-    success: bool = True
-    num_paused_requests: int = 0
 
 
-class WeightsAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights that compute now.
+class WorldSize(msgspec.Struct, frozen=True):
+    """The number of ranks."""
 
-    weight_version: as answers name it.  number: of changes since the start.  digest: empty for the first weights.
-    took_s: seconds that the operation took."""
-
-    weight_version: str
-    number: int
-    digest: str
-    is_paused: bool
-    took_s: float
-
-
-async def refuse_weights(request: web.Request) -> web.StreamResponse:
-    """Refuse where several engines are behind one address.  Raises RequestError: 404."""
-    reason = "weights change in one engine, and this server has several; send this to each of them"
-    raise RequestError(reason, status=404, code="weights_off")
+    world_size: int
 
 
 class WeightRoutes:
     """Handles these routes."""
 
-    def __init__(self, operations: Operations | None, server: ServerSection) -> None:
-        self._engine = operations
-        self._updates = BodyReader(UpdateBody, _update, server)
-        self._from_disk = BodyReader(DiskBody, _update_from_disk, server)
-        self._pauses = BodyReader(PauseBody, lambda body: _mode(body.mode), server)
+    def __init__(self, weights: EngineWeights, server: ServerSection) -> None:
+        self._weights = weights
+        self._server = server
+        self._updates = BodyReader(UpdateBody, lambda body: body, server)
+        self._ends = BodyReader(FinishBody, lambda body: body.weight_version or "", server)
+        self._inits = BodyReader(InitBody, _check_init, server)
 
     @operation(
         "POST",
@@ -108,52 +110,75 @@ class WeightRoutes:
         off=refuse_weights,
     )
     async def update(self, request: web.Request) -> web.Response:
-        """Answer when every rank has the weights of another checkpoint.  Raises RequestError: 400 to 415."""
-        return json_reply(await self._do(await self._updates.read(request)))
+        """Answer when every rank has other weights.  Raises RequestError: 400 to 415.
+
+        A body of bytes is a file of tensors, and its query has the fields of ``UpdateBody``."""
+        if media_type(request) == BODY_TYPE:
+            refuse_foreign_page(request)
+            body = _queried(request)
+            most = (await self._weights.ask(Describe())).most_bytes
+            with closed(await body_in_memory(request, most, self._server.client_timeout_s)) as memory:
+                return json_reply(await self._weights.do(_update(body, str(place(memory)))))
+        body = await self._updates.read(request)
+        if (info := body.update_info) is None:
+            if not body.path:
+                raise FieldError("path", "required, but not given")
+            return json_reply(await self._weights.do(_update(body, body.path, is_sent=True)))
+        announced = _announced(info)
+        if info.data is None:
+            update = _update(body, _path(info), is_sent=True, is_piece=True, announced=announced)
+            return json_reply(await self._weights.do(update))
+        content, widths = decoded("update_info.data", info.data), [_num_bytes(one) for one in announced]
+        with closed(tensors_in_memory(announced, widths, content)) as memory:
+            return json_reply(await self._weights.do(_update(body, str(place(memory)), is_piece=True)))
 
     @operation(
         "POST",
-        "/update_weights_from_disk",
+        "/start_weight_update",
         "operator",
-        "The same in SGLang's words.",
-        answer=DiskAnswer,
-        body=DiskBody,
+        "Collect tensors until the update ends.",
+        answer=Said,
         off=refuse_weights,
     )
-    async def update_from_disk(self, request: web.Request) -> web.Response:
-        """Answer when every rank has the weights of another checkpoint.  Raises RequestError: 400 to 415."""
-        state = await self._do(await self._from_disk.read(request))
-        return json_reply(DiskAnswer(f"the weights are version {state.weight_version}"))
+    async def start(self, request: web.Request) -> web.Response:
+        """Begin an update in pieces.  The request's body is not read.  Raises RequestError."""
+        refuse_foreign_page(request)
+        await self._weights.do(BeginUpdate())
+        return json_reply(Said("the update has begun"))
+
+    @operation(
+        "POST", "/finish_weight_update", "operator", "Change to them.", answer=Said, body=FinishBody, off=refuse_weights
+    )
+    async def finish(self, request: web.Request) -> web.Response:
+        """Answer when every rank has all pieces at once.  Raises RequestError: 400 to 415."""
+        state = await self._weights.do(FinishUpdate(version=await self._ends.read(request)))
+        return json_reply(Said(f"the weights are version {state.weight_version}"))
 
     @operation(
         "POST",
-        "/update_weights_from_tensor",
+        "/init_weight_transfer_engine",
         "operator",
-        also=("/update_weights_from_distributed", "/update_weights_from_ipc", "/init_weights_update_group"),
+        "Have a channel for tensors.",
+        answer=Said,
+        body=InitBody,
         off=refuse_weights,
     )
-    async def refuse(self, request: web.Request) -> web.Response:
-        """Refuse SGLang's other ways.  Raises RequestError: 400."""
-        raise RequestError(
-            "not served: these bodies are pickled, or name a group of NCCL; save the tensors as safetensors in a "
-            "checkpoint's directory, and send its path to /update_weights",
-            code="unsupported_parameter",
-        )
+    async def init(self, request: web.Request) -> web.Response:
+        """Say that none is needed.  Raises RequestError: 400 for a group of NCCL."""
+        await self._inits.read(request)
+        return json_reply(Said("no channel is needed: send path or data in update_info"))
+
+    @operation("GET", "/get_world_size", "operator", "The number of ranks.", answer=WorldSize, off=refuse_weights)
+    async def world_size(self, request: web.Request) -> web.Response:
+        """Return the number of ranks.  Raises RequestError."""
+        return json_reply(WorldSize((await self._weights.ask(Describe())).num_ranks))
 
     @operation("POST", "/pause", "operator", "Hold requests.", answer=WeightsAnswer, off=refuse_weights)
     async def pause(self, request: web.Request) -> web.Response:
         """Answer when running requests stand still.  The request's body is not read.  Raises RequestError."""
         refuse_foreign_page(request)
-        return json_reply(await self._do(PauseRows(mode=_mode(request.query.get("mode", "abort")))))
-
-    @operation(
-        "POST", "/pause_generation", "operator", "The same in SGLang's words.", answer=WeightsAnswer, off=refuse_weights
-    )
-    async def pause_generation(self, request: web.Request) -> web.Response:
-        """Answer when running requests stand still.  Raises RequestError: 400 to 415."""
-        refuse_foreign_page(request)
-        mode = await self._pauses.read(request) if request.can_read_body else "abort"
-        return json_reply(await self._do(PauseRows(mode=mode)))
+        mode = mode_of(request.query.get("mode", "abort"))
+        return json_reply(await self._weights.do(PauseRows(mode=mode)))
 
     @operation(
         "POST",
@@ -167,54 +192,83 @@ class WeightRoutes:
     async def resume(self, request: web.Request) -> web.Response:
         """End a pause.  The request's body is not read.  Raises RequestError."""
         refuse_foreign_page(request)
-        return json_reply(await self._do(ResumeRows()))
+        return json_reply(await self._weights.do(ResumeRows()))
 
     @operation(
         "GET",
         "/weight_version",
         "operator",
         "The version of the weights.",
-        also=("/get_weight_version", "/is_paused"),
+        also=("/get_weight_version", "/weight_info", "/is_paused"),
         answer=WeightsAnswer,
         off=refuse_weights,
     )
     async def get(self, request: web.Request) -> web.Response:
         """Return the present weights.  Raises RequestError."""
-        return json_reply(await self._do(Describe()))
-
-    async def _do(self, asked: Asked) -> WeightsAnswer:
-        if self._engine is None:
-            raise RequestError("the weights of one of several engines do not change", status=404, code="weights_off")
-        ask = Operate(what="feature", feature=NAME, text=msgspec.json.encode(asked).decode())
-        state = msgspec.json.decode(await self._engine.operate(ask), type=WeightsState)
-        return WeightsAnswer(
-            weight_version=state.version,
-            number=state.number,
-            digest=state.digest,
-            is_paused=state.paused,
-            took_s=round(state.took_s, 6),
-        )
+        return json_reply(await self._weights.do(Describe()))
 
 
-def _update(body: UpdateBody) -> UpdateWeights:
-    mode = None if body.mode is None else _mode(body.mode)
+def _update(
+    body: UpdateBody,
+    directory: str,
+    *,
+    is_sent: bool = False,
+    is_piece: bool = False,
+    announced: Sequence[Announced] = (),
+) -> UpdateWeights:
     return UpdateWeights(
-        directory=body.path,
+        directory=directory,
         version=body.version,
         digest=body.digest,
-        mode=mode,
+        mode=None if body.mode is None else mode_of(body.mode),
         max_versions=body.max_versions,
-        is_sent=True,
+        is_sent=is_sent,
+        is_piece=is_piece,
+        announced=tuple(announced),
     )
 
 
-def _update_from_disk(body: DiskBody) -> UpdateWeights:
-    mode: Mode | None = "abort" if body.abort_all_requests else None
-    return UpdateWeights(directory=body.model_path, version=body.weight_version or "", mode=mode, is_sent=True)
+def _queried(request: web.Request) -> UpdateBody:
+    """Return the fields that a query has.  Raises RequestError."""
+    try:
+        body = msgspec.convert(dict(request.query), UpdateBody, strict=False)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the query: {error}") from None
+    if body.path:
+        raise FieldError("path", "the body is the file, so no path is needed")
+    return body
 
 
-def _mode(given: str) -> Mode:
-    """Return the mode of a word.  Raises FieldError."""
-    if (mode := MODES.get(given)) is None:
-        raise FieldError("mode", f"expected one of {', '.join(MODES)}, not {given!r:.40}")
-    return mode
+def _announced(info: UpdateInfo) -> tuple[Announced, ...]:
+    """Return the tensors of vLLM's lists.  Raises FieldError."""
+    if not len(info.names) == len(info.dtype_names) == len(info.shapes) == len({*info.names}):
+        raise FieldError("update_info", "names, dtype_names and shapes need one entry for each tensor, each name once")
+    for dtype in info.dtype_names:
+        if dtype not in SPELLINGS:
+            raise FieldError("update_info.dtype_names", f"expected one of {', '.join(SPELLINGS)}, not {dtype!r:.40}")
+    pairs = zip(info.names, info.dtype_names, info.shapes, strict=True)
+    return tuple((name, SPELLINGS[dtype], tuple(shape)) for name, dtype, shape in pairs)
+
+
+def _num_bytes(announced: Announced) -> int:
+    return math.prod(announced[2]) * DTYPE_BYTES[announced[1]]
+
+
+def _path(info: UpdateInfo) -> str:
+    if info.path is None:
+        raise FieldError(
+            "update_info",
+            "its tensors are in no place that is served: give path or data; handles of CUDA are pickled, and no group "
+            "of NCCL is joined",
+            code="unsupported_parameter",
+        )
+    return info.path
+
+
+def _check_init(body: InitBody) -> None:
+    if body.init_info:
+        raise FieldError(
+            "init_info",
+            "no group of NCCL is joined; send {}, and tensors by path or data in update_info, by a body or a socket",
+            code="unsupported_parameter",
+        )

@@ -1,61 +1,14 @@
 """Weights that change over HTTP: which places a request may name, in whose words, and what answers say."""
 
-import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import Config, build_config
+from tests.extensions.weight_updates.trainer import DEMO, PROMPT, choice, said
 from tests.server.http_client import ask
 from tests.server.live_system import MODEL, LiveSystem
-
-DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
-PROMPT = {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A storage folder with the demo model, changed a little, as weights/step-1."""
-    folder = tmp_path_factory.mktemp("storage")
-    step = folder / "weights" / "step-1"
-    step.mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(DEMO / name, step)
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        name: (one.float() + 0.3 * one.float().std() * torch.randn(one.shape, generator=generator)).to(one.dtype)
-        for name, one in load_file(DEMO / "model.safetensors").items()
-    }
-    save_file(tensors, step / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def live(storage: Path) -> Iterator[LiveSystem]:
-    settings: dict[str, Any] = {
-        "model": {"path": str(DEMO), "name": MODEL},
-        "kv": {"num_pages": 256},
-        "device": {"threads": 1},
-        "storage": {"folder": str(storage)},
-    }
-    with LiveSystem(build_config(Config(), settings)) as live:
-        yield live
-
-
-def said(live: LiveSystem, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    reply = ask(live.port, method, path, body)
-    return reply.status, json.loads(reply.body)
-
-
-def choice(live: LiveSystem) -> dict[str, Any]:
-    status, answer = said(live, "POST", "/v1/completions", PROMPT)
-    assert status == 200
-    return dict(answer["choices"][0])
 
 
 def test_answers_name_the_version_that_a_trainer_has_given(live: LiveSystem) -> None:
@@ -111,7 +64,7 @@ def test_a_request_names_no_place_but_the_folder_of_weights(live: LiveSystem, pa
 def test_weights_with_another_digest_or_in_pickles_are_refused(live: LiveSystem) -> None:
     status, answer = said(live, "POST", "/update_weights", {"path": "step-1", "digest": "0"})
     assert (status, answer["error"]["param"]) == (400, "digest")
-    status, answer = said(live, "POST", "/update_weights_from_tensor", {"serialized_named_tensors": []})
+    status, answer = said(live, "POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["gAQu"]})
     assert status == 400
     assert "pickled" in answer["error"]["message"]
     status, answer = said(live, "POST", "/pause?mode=stop")
@@ -134,3 +87,26 @@ def test_a_pause_has_the_words_of_vllm_and_of_sglang(live: LiveSystem) -> None:
         assert said(live, "GET", "/health")[0] == 200
         assert said(live, "POST", resume)[1]["is_paused"] is False
     assert len(choice(live)["text"]) > 0
+
+
+def test_every_api_names_the_versions_and_so_does_an_explanation(live: LiveSystem) -> None:
+    """Whole answers and the ends of streams."""
+    messages = [{"role": "user", "content": "a"}]
+    bodies: dict[str, dict[str, object]] = {
+        "/v1/responses": {"model": MODEL, "input": "a", "max_output_tokens": 2},
+        "/v1/messages": {"model": MODEL, "messages": messages, "max_tokens": 2},
+        "/api/chat": {"model": MODEL, "messages": messages, "options": {"num_predict": 2}, "stream": False},
+        "/api/generate": {"model": MODEL, "prompt": "a", "options": {"num_predict": 2}, "stream": False},
+    }
+    assert said(live, "POST", "/update_weights", {"path": "step-1", "version": "every"})[0] == 200
+    named = b'"weight_versions":[[0,"every"]]'
+    for path, body in bodies.items():
+        whole = ask(live.port, "POST", path, body)
+        assert (whole.status, whole.body.count(named)) == (200, 1), (path, whole.body)
+        stream = ask(live.port, "POST", path, {**body, "stream": True})
+        assert stream.body.count(named) == 1, (path, stream.body)
+    reply = ask(
+        live.port, "POST", "/v1/completions", {**PROMPT, "request_id": "explained"}, {"X-Request-Id": "explained"}
+    )
+    status, told = said(live, "GET", f"/explain/{reply.headers['x-request-id']}")
+    assert (status, told["choices"][0]["weight_versions"]) == (200, [[0, "every"]])

@@ -1,7 +1,8 @@
 """A process in the place of an encoder's.  Each one that is started takes the next word of a file, and does that.
 
 dies: before its first answer.  waits: never answers.  refuses: says that there are no weights.
-babbles: answers a picture with no message.  serves: gives the bytes of a picture back as its rows.
+babbles: answers a picture with no message.  serves: gives the bytes of a picture back as its rows, and ends with the
+picture of the bytes "ends".
 It imports nothing of the engine, and so it starts at once."""
 
 import struct
@@ -32,9 +33,11 @@ def main() -> None:
         sys.stdin.buffer.read()
     send(msgspec.msgpack.encode([[], 0, "no weights" if word == "refuses" else ""]))
     while word != "refuses":
-        rows = receive()[0]
-        answer = msgspec.msgpack.encode([[1, len(rows) // 4, 1], len(rows)])
-        send(b"\xc1" if word == "babbles" else answer, rows)
+        for rows, *_ in receive():
+            if rows == b"ends":
+                sys.exit(9)
+            answer = msgspec.msgpack.encode([[1, len(rows) // 4, 1], len(rows)])
+            send(b"\xc1" if word == "babbles" else answer, rows)
 
 
 if __name__ == "__main__":

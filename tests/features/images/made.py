@@ -173,9 +173,10 @@ KINDS = {
             "vision_config": TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
             "image_grid_pinpoints": GRIDS,
             "vision_aspect_ratio": "anyres_max_2",
+            "video_token_id": 7,
         },
         ("LlavaOnevisionImageProcessorPil", {"size": SQUARE, "image_grid_pinpoints": GRIDS}),
-        ("<image>",),
+        ("<image>", "<|unused|>"),
         "<image>\n",
     ),
     "qwen3_vl_moe": Kind(
@@ -313,7 +314,11 @@ def write_tokenizer(kind: Kind, directory: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     fast.chat_template = (
         "<s>{% for message in messages %}<|{{ message['role'] }}|>{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}" + kind.mark.replace("\n", "{{ '\\n' }}") + "{% else %}{{ part['text'] }}"
+        "{% if part['type'] == 'image' %}"
+        + kind.mark.replace("\n", "{{ '\\n' }}")
+        + "{% elif part['type'] == 'video' %}"
+        + ("<|vision_start|><|video_pad|><|vision_end|>" if kind.tokens == QWEN_TOKENS else "<video>")
+        + "{% else %}{{ part['text'] }}"
         "{% endif %}{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     fast.save_pretrained(directory)

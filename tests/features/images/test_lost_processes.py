@@ -16,12 +16,13 @@ import torch
 
 from engine.config import Config
 from engine.features.images import tower_process
-from engine.features.images.encoder_main import Encoded, EncoderTicket, ToEncode, receive, send, serve
+from engine.features.images.encoder_main import Encoded, EncoderTicket, receive, send, serve
 from engine.features.images.tower_process import TowerProcess
 from engine.host.logs import LogSettings
 from engine.plugins.encoder import choice
+from engine.plugins.encoder.encoder import ToEncode
 from engine.types.errors import WeightsError
-from tests.workers.executors import children, within
+from tests.workers.executors import alive, children, within
 
 FILES = [np.arange(size, dtype=np.float32).tobytes() for size in (2, 5, 3)]
 
@@ -87,6 +88,35 @@ def test_a_picture_after_one_whose_answer_could_not_be_read_has_its_own_rows(
     assert not started.script.read_text()
 
 
+def test_a_picture_pays_for_the_deaths_alone_that_it_may_have_caused(started: Started) -> None:
+    tower = started("serves " * 20)
+    for number in range(5):  # of a process that has no picture
+        (pid,) = children(role="fake_encoder")
+        os.kill(pid, 9)
+        if number % 2:
+            within(2.0, lambda pid=pid: not alive(pid))
+        assert encoded(tower, FILES[0]) == FILES[0]
+    good, bad = ToEncode(FILES[1], ""), ToEncode(b"ends", "")
+    for batch in ([good, bad], [bad, good], [good, bad, good]):
+        found = tower.encode_each(batch)
+        for picture, rows in zip(batch, found, strict=True):
+            if picture is bad:
+                assert str(rows) == "3 processes of the encoder ended with this picture"
+            else:
+                assert isinstance(rows, torch.Tensor)
+                assert rows.numpy().tobytes() == FILES[1]
+
+
+def test_processes_that_die_before_they_have_a_picture_are_bounded(started: Started) -> None:
+    tower = started("serves dies dies dies serves")
+    (pid,) = children(role="fake_encoder")
+    os.kill(pid, 9)
+    within(2.0, lambda: not alive(pid))
+    with pytest.raises(RuntimeError, match="3 processes of the encoder ended before they had this picture"):
+        tower.encode(FILES[0], "")
+    assert encoded(tower, FILES[0]) == FILES[0]
+
+
 def test_an_encoder_that_is_closed_while_it_loads_ends_at_once(started: Started) -> None:
     tower = started("dies dies dies waits serves")
     errors: list[BaseException] = []
@@ -111,7 +141,7 @@ def answers_of(tower: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
     encoder: Any = SimpleNamespace(tower=tower)
     monkeypatch.setattr(choice, "chosen_encoder", lambda config, directory: encoder)
     stream, answers = BytesIO(), BytesIO()
-    send(stream, msgspec.msgpack.encode(ToEncode(b"abc", "")))
+    send(stream, msgspec.msgpack.encode([ToEncode(b"abc", "")]))
     stream.seek(0)
     threads = torch.get_num_threads()
     with suppress(EOFError):

@@ -69,7 +69,7 @@ def test_a_process_gives_the_rows_that_a_thread_gives_and_is_replaced_when_it_is
     assert not alive(pid)
     os.kill(*encoders(), signal.SIGKILL)
     monkeypatch.setattr(tower_process, "MODULE", "this")  # it writes no answer
-    with pytest.raises(RuntimeError, match="3 processes of the encoder ended with this picture"):
+    with pytest.raises(RuntimeError, match="3 processes of the encoder ended before they had this picture"):
         process.encode(data, "")
     monkeypatch.undo()
     assert torch.equal(process.encode(data, ""), expected)

@@ -48,7 +48,7 @@ class Made:
         self.reference = build(variant)
         self.directory = save(self.reference, root / "model", sharded=False)
         self.folder = root / "adapters"
-        few = [one for one in ("q_proj", "down_proj", "in_proj", "in_proj_ba") if one in targets]
+        few = [one for one in ("q_proj", "down_proj", "in_proj", "in_proj_ba", "f_a_proj") if one in targets]
         made = {
             "plain": make_adapter(self.folder / "plain", self.reference, 1, targets=targets),
             "rooted": make_adapter(
@@ -219,6 +219,8 @@ HYBRIDS = {
     "lfm2": (*MIXER, "w1", "w2", "w3"),
     "granite4-hybrid": (*MIXER, "input_linear", "output_linear"),
     "falcon-h1": (*MIXER, *ALL),
+    "nemotron-h": (*MIXER, "up_proj", "down_proj"),  # whose files have other names than transformers' modules
+    "kimi-linear": ("k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj", "f_a_proj", "f_b_proj"),  # some of these too
 }
 
 

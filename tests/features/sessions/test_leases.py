@@ -45,10 +45,10 @@ def test_pauses_of_old_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         for at in range(20):
             turn(ledger, SessionKey(str(number), "s"), float(1000 * number + 3 * at + at % 2 * number))
+    assert turn(ledger, SessionKey("1", "t"), 5000.0) == 4.0
     assert turn(ledger, SessionKey("0", "t"), 5000.0) == 5.0, (
         "its pauses of 3 seconds are forgotten: those of all count"
     )
-    assert turn(ledger, SessionKey("1", "t"), 5000.0) == 4.0
 
 
 def test_a_time_that_is_asked_for_is_taken_up_to_the_limit() -> None:
@@ -173,3 +173,15 @@ def test_a_session_that_was_forgotten_with_an_open_request_still_has_pauses(monk
     ledger.end(A, 1.0)  # of the request that had begun before
     turn(ledger, A, 5.0)
     assert ledger.expected("one") == 4.0
+
+
+def test_sessions_that_do_not_come_back_get_no_first_lease() -> None:
+    ledger = Leases(1000, LeaseOptions(max_lease_s=100.0))
+    first = [turn(ledger, SessionKey("one", str(number)), float(number), num_pages=1) for number in range(20)]
+    assert first == [60.0] * 16 + [0.0] * 4, "16 that have not come back are few"
+    assert turn(ledger, SessionKey("one", "asked"), 20.0, num_pages=1, ttl_s=30.0) == 30.0, "the client knows more"
+    assert turn(ledger, SessionKey("one", "19"), 21.0, num_pages=1) == 60.0, "this one has come back"
+    assert turn(ledger, SessionKey("two", "a"), 21.0, num_pages=1) == 60.0, "another client's sessions may"
+    for number in range(5, 10):
+        turn(ledger, SessionKey("one", str(number)), 22.0, num_pages=1)
+    assert turn(ledger, SessionKey("one", "new"), 23.0, num_pages=1), "a quarter has come back"

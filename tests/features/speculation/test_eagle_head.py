@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,18 +13,14 @@ from torch import Tensor
 from callboard import LLM
 from engine.features.speculation import head_drafting
 from engine.features.speculation.messages import Proposals
-from engine.features.speculation.payoff import Payoff
-from engine.features.speculation.planner import SpeculationPlanner, drafts_of
 from engine.messages import Step
-from engine.scheduling.completions import InFlight, Wave
 from engine.types.errors import PluginError, WeightsError
-from server.extensions.chaos.sim.liars import Everything
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
+from tests.features.speculation.conftest import Guess
 from tests.models.checkpoints import SIZES, random_tokens
 from tests.models.eagle_heads import ReferenceHead, save_head, write_head
 from tests.sampling.borders import clear_of_borders
 
-Guess = tuple[list[int], list[int]]
 # The token behind a shared page differs: what the head has computed of the page's last position does as well.
 BEGINNING = random_tokens(32, 99)
 FORKED = [BEGINNING + random_tokens(length, length) for length in (1, 2, 5, 9)]
@@ -47,25 +42,6 @@ def directory(model: transformers.PreTrainedModel, tmp_path_factory: pytest.Temp
 @pytest.fixture(scope="module")
 def head(model: transformers.PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_head(model, tmp_path_factory.mktemp("head"), draft_vocab_size=200)
-
-
-@pytest.fixture
-def guesses(monkeypatch: pytest.MonkeyPatch) -> list[Guess]:
-    """Whatever it costs, everything that fits is drafted.  The known tokens of a row, and what was guessed behind."""
-    seen: list[Guess] = []
-    waves = SpeculationPlanner.waves
-
-    def noting(self: SpeculationPlanner, record: InFlight, sampled: Wave) -> list[Wave]:
-        for row in drafts_of(record):
-            if drafted := self._drafted.get(row):
-                known = self._table.tokens[row, : self._table.num_known[row]].tolist()
-                seen.append((known, np.frombuffer(drafted, np.int32).tolist()))
-        return waves(self, record, sampled)
-
-    monkeypatch.setattr(SpeculationPlanner, "waves", noting)
-    monkeypatch.setattr(Payoff, "counts", Everything.counts)
-    monkeypatch.setattr(Payoff, "knows", Everything.knows)
-    return seen
 
 
 def engine(directory: Path, head: Path | None, num_tokens: int = 4, **tables: dict[str, Any]) -> LLM:

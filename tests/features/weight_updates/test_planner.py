@@ -9,11 +9,15 @@ import pytest
 from engine.features.weight_updates.messages import (
     Command,
     Drop,
+    FreeMemory,
     LoadWeights,
     Mode,
     Pause,
+    Regain,
+    Release,
     Resume,
     Switch,
+    Tag,
     Update,
     Weights,
     answer_to,
@@ -21,12 +25,13 @@ from engine.features.weight_updates.messages import (
     request_of,
 )
 from engine.features.weight_updates.planner import WeightsPlanner
-from engine.messages import Finish
+from engine.messages import Finish, Step
 from engine.scheduling.pages import PageManager
 from engine.types.versions import versions
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
-from tests.scheduling.fake_device import VOCAB, expected_output, next_token
+from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output, next_token
 
+NO_WEIGHTS = 99
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -75,11 +80,21 @@ class Rollouts(Bench):
                     assert number == self.loaded.number
                     if self.switches:
                         self.device.weights = self.tag(self.loaded.digest)
+                case FreeMemory(tags):
+                    assert not self.planner.num_in_flight, "memory is given back under a step"
+                    self.free(*tags)
             if not isinstance(request, Drop) and not (self.loses_answers and isinstance(request, Switch)):
                 for rank in range(self.num_ranks):
-                    error = self.refuses.get(rank, "") if isinstance(request, LoadWeights) else ""
+                    error = self.refuses.get(rank, "") if isinstance(request, LoadWeights | FreeMemory) else ""
                     self.planner.received(answer_to(message, rank, error))
         return bool(requests)
+
+    def free(self, *tags: str) -> None:
+        """Lose what the memory has."""
+        if "kv_cache" in tags:
+            self.device.forget()
+        if "weights" in tags:
+            self.device.weights = NO_WEIGHTS
 
     def read(self) -> None:
         for message in self.planner.outbox:
@@ -171,11 +186,34 @@ def no_seal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PageManager, "seal", lambda self, row: None)
 
 
-def late_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rollouts, "switches", property(lambda self: False, lambda self, value: None), raising=False)
 
 
-@pytest.mark.parametrize("mutant", [no_version, no_seal, late_rank])
+def late_by_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeDevice.run
+
+    def late(device: FakeDevice, step: Step) -> None:
+        present, device.weights = device.weights, getattr(device, "before", device.weights)
+        run(device, step)
+        device.weights = device.before = present  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(FakeDevice, "run", late)
+
+
+def no_bump(monkeypatch: pytest.MonkeyPatch) -> None:
+    switched = WeightsPlanner._switched
+
+    def forgets(planner: WeightsPlanner) -> None:
+        present = planner.present
+        switched(planner)
+        if planner.present.digest == "new":
+            planner.present = present
+
+    monkeypatch.setattr(WeightsPlanner, "_switched", forgets)
+
+
+@pytest.mark.parametrize("mutant", [no_version, no_bump, no_seal, no_switch, late_by_a_step])
 def test_the_scene_notices_a_mutant(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
@@ -193,6 +231,144 @@ def test_running_rows_may_finish_first_and_others_wait() -> None:
     assert bench.streams[1] == output(prompt, (0, 8))
     assert bench.streams[2] == output(prompt, (1, 8))
     assert bench.marks.get(1, b"") == b""
+
+
+def finish_without_pages(bench: Rollouts) -> None:
+    """Let rows finish that lose their pages meanwhile, while another request waits in front of them."""
+    bench.expect_short_outputs()
+    prompts = {request: prompt_of(8, request) for request in (1, 2, 3)}
+    for request in (1, 2):
+        bench.submit(request, prompts[request], max_tokens=40, ignore_eos=True)
+    bench.steps_of(4)
+    command = bench.update("new", "finish")
+    bench.plan()  # and the ranks have read them
+    bench.submit(3, prompts[3], max_tokens=8, ignore_eos=True, priority=-1)
+    bench.finish()
+    assert bench.planner.requests.meter.num_retractions > 0, "pages were not scarce"
+    for request in (1, 2):
+        assert bench.streams[request] == output(prompts[request], (0, 40)), f"request {request} has two versions"
+        assert bench.marks.get(request, b"") == b""
+    assert bench.streams[3] == output(prompts[3], (1, 8))
+    assert bench.feature.ends[command] == ""
+
+
+def test_rows_that_finish_do_so_with_their_weights_though_they_lose_their_pages() -> None:
+    finish_without_pages(Rollouts(num_pages=20))
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("_finishing", property(lambda self: False)), ("hold", lambda self, sequence: None)],
+    ids=["forgets those that lost their rows", "lets others start"],
+)
+def test_the_scene_without_pages_notices_a_mutant(name: str, mutant: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightsPlanner, name, mutant)
+    with pytest.raises(AssertionError):
+        finish_without_pages(Rollouts(num_pages=20))
+
+
+def test_rows_finish_with_their_weights_though_executors_are_lost() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=8, ignore_eos=True)
+    bench.steps_of(3)
+    bench.update("new", "finish")
+    bench.plan()
+    bench.lose()
+    bench.plan()
+    bench.submit(2, prompt, max_tokens=8, ignore_eos=True)
+    bench.finish()
+    assert bench.streams[1] == output(prompt, (0, 8))
+    assert bench.streams[2] == output(prompt, (1, 8))
+
+
+def release_and_regain(bench: Rollouts, *tags: Tag) -> None:
+    """Give memory back under two rows, with cached pages behind them, and take it again."""
+    prompt = prompt_of(21)
+    for request in (1, 2):
+        bench.submit(request, prompt, max_tokens=12, ignore_eos=True)
+    bench.steps_of(4)
+    command = bench.command(Release(tags))
+    bench.submit(3, prompt, max_tokens=4, ignore_eos=True)
+    while bench.plan() or bench.deliver():
+        pass
+    assert bench.feature.ends[command] == ""
+    assert bench.feature.given_back == {*tags}
+    assert len(bench.streams[1]) < 12
+    for tag in sorted(tags):
+        assert not bench.plan(), "a step without memory"
+        command = bench.command(Regain((tag,)))
+        bench.plan()
+        bench.plan()
+        assert bench.feature.ends[command] == ""
+    bench.finish()
+    assert bench.streams[1] == bench.streams[2] == output(prompt, (0, 12))
+    assert bench.streams[3] == output(prompt, (0, 4))
+    assert bench.marks.get(1, b"") == b""
+
+
+@pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ("weights", "kv_cache")], ids=str)
+def test_memory_that_is_given_back_is_used_by_no_step(tags: tuple[Tag, ...]) -> None:
+    release_and_regain(Rollouts(), *tags)
+
+
+@pytest.mark.parametrize("mutant", ["_forget_pages", "_leave_rows"])
+def test_the_scene_of_memory_notices_a_mutant(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightsPlanner, mutant, lambda self, *arguments: None)
+    with pytest.raises(AssertionError):
+        release_and_regain(Rollouts(), "kv_cache")
+
+
+def test_an_update_takes_the_memory_of_weights_again() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.command(Release(("weights", "kv_cache")))
+    bench.plan()
+    command = bench.update("new")
+    bench.submit(1, prompt, max_tokens=4, ignore_eos=True)
+    while bench.plan() or bench.deliver():
+        pass
+    assert bench.feature.ends[command] == ""
+    assert bench.feature.given_back == {"kv_cache"}
+    bench.command(Regain(("kv_cache",)))
+    bench.finish()
+    assert bench.streams[1] == output(prompt, (1, 4))
+
+
+def test_new_ranks_give_back_what_those_before_them_had_given_back() -> None:
+    bench, prompt = Rollouts(), prompt_of(9)
+    bench.command(Release(("kv_cache",)))
+    bench.submit(1, prompt, max_tokens=4, ignore_eos=True)
+    bench.plan()
+    bench.lose()
+    bench.asked.clear()
+    bench.plan()
+    assert bench.asked == [FreeMemory(("kv_cache",))]
+    bench.command(Regain(("kv_cache",)))
+    bench.finish()
+    assert bench.streams[1] == output(prompt, (0, 4))
+
+
+def test_memory_that_a_rank_cannot_give_back_or_take_again_is_an_error() -> None:
+    bench, prompt = Rollouts(num_ranks=2), prompt_of(9)
+    bench.submit(1, prompt, max_tokens=8, ignore_eos=True)
+    bench.steps_of(2)
+    bench.refuses[1] = "it stays"
+    command = bench.command(Release(("kv_cache",)))
+    bench.finish()
+    assert bench.feature.ends[command] == "it stays"
+    assert bench.streams[1] == output(prompt, (0, 8))
+    bench.refuses.clear()
+    bench.command(Release(("weights",)))
+    bench.plan()
+    bench.refuses[1] = "no room"
+    command = bench.command(Regain(("weights",)))
+    bench.plan()
+    assert (bench.feature.ends[command], bench.feature.given_back) == ("no room", {"weights"})
+    bench.refuses.clear()
+    second = bench.command(Regain(("weights",)))
+    assert bench.feature.ends[bench.command(Release(("kv_cache",)))] != ""
+    bench.plan()
+    bench.plan()
+    assert (bench.feature.ends[second], bench.feature.given_back) == ("", frozenset())
 
 
 @pytest.mark.parametrize("mode", ["finish", "keep", "retract"])

@@ -78,7 +78,9 @@ class SimDevice:
         self._slots = self._kv.reshape(-1)
         self._host: U64 = np.full((num_host_pages, page_size), POISON, dtype=np.uint64)
         self._records = PageRecords(store, b"sim", 8 * page_size)
+        self._state_records = PageRecords(store, b"states", 8)
         self._fetched: dict[int, list[U64]] = {}
+        self._fetched_states: dict[int, dict[int, U64]] = {}
         self._to_save: Counter[int] = Counter()
         self._landing: list[int] = []
         self._page_size = page_size
@@ -106,6 +108,7 @@ class SimDevice:
         self._kv[:] = POISON
         self._host[:] = POISON
         self._fetched.clear()
+        self._fetched_states.clear()
         self._to_save.clear()
         self._tables[:] = self._nowhere
         self._salts[1:] = POISON
@@ -127,9 +130,11 @@ class SimDevice:
         """A step that has been planned saves these."""
         self._to_save.update(pages.tolist())
 
-    def fetch(self, message: FetchPages, most: int) -> int:
-        """Read pages as far as they follow each other, ``most`` at the most; returns how many there are."""
+    def fetch(self, message: FetchPages, most: int) -> tuple[int, tuple[int, ...]]:
+        """Read pages as far as they follow each other, ``most`` at the most; returns how many there are, and behind
+        how many there are states."""
         pages = self._fetched[message.fetch_id] = []
+        states = self._fetched_states[message.fetch_id] = {}
         for page_hash in chained(message.parent, message.tokens, 4 * self._page_size):
             record = bytearray(self._records.record_bytes)
             try:
@@ -139,7 +144,13 @@ class SimDevice:
                 self._mark("the store failed")
                 break
             pages.append(np.frombuffer(record, dtype=np.uint64, offset=DIGEST_BYTES))
-        return len(pages)
+            state = bytearray(self._state_records.record_bytes)
+            try:
+                if self.states.is_on and self._state_records.load(page_hash, memoryview(state)):
+                    states[len(pages)] = np.frombuffer(state, dtype=np.uint64, offset=DIGEST_BYTES)
+            except OSError:
+                self._mark("the store failed")
+        return len(pages), tuple(states)
 
     def run(self, step: Step) -> StepDone:
         """The whole step."""
@@ -198,20 +209,32 @@ class SimDevice:
             if (self._kv[page] == POISON).any():
                 raise SimIncorrect(f"step {step.step_id} saves page {page}: never filled, or freed")
             record = bytearray(DIGEST_BYTES) + self._kv[page].tobytes()
-            try:
-                self._records.save(moves.save_hashes[32 * number : 32 * number + 32], memoryview(record))
-            except OSError:
-                self._mark("the store failed")
+            self._put(self._records, moves.save_hashes[32 * number : 32 * number + 32], record)
+        for number, slot in enumerate(ints(moves.save_slots).tolist()):
+            record = bytearray(DIGEST_BYTES) + self.states.saved(step.step_id, slot)
+            self._put(self._state_records, moves.state_hashes[32 * number : 32 * number + 32], record)
+
+    def _put(self, records: PageRecords, page_hash: bytes, record: bytearray) -> None:
+        try:
+            records.save(page_hash, memoryview(record))
+        except OSError:
+            self._mark("the store failed")
 
     def _land(self, step: Step) -> None:
         for landing in moves_of(step).landings:
             fetched = self._fetched.pop(landing.fetch_id, [])
+            states = self._fetched_states.pop(landing.fetch_id, {})
             pages = ints(landing.pages).tolist()
             if len(pages) > len(fetched) - landing.first:
                 raise SimIncorrect(f"step {step.step_id}: {landing}, but {len(fetched)} pages were fetched")
             for page, values in zip(pages, fetched[landing.first :], strict=False):
                 self._kv[page] = values
                 self._mark("pages from the store")
+            if landing.state:
+                if landing.state not in states:
+                    raise SimIncorrect(f"step {step.step_id}: {landing}, but states were fetched behind {[*states]}")
+                self.states.arrived[landing.fetch_id] = states[landing.state]
+                self._mark("state from the store")
 
     def _transfer(self, step: Step) -> None:
         moves = transfers_of(step)
@@ -452,13 +475,14 @@ class SimExecutor(Actor[ExecutorInbox]):
         if not self._is_up:
             return
         page_s = self._read_s * 2 * luck(self._seed, 0xF, message.fetch_id)
-        num_pages = self._device.fetch(message, most=int(message.timeout_s / page_s) if page_s else 1 << 30)
+        num_pages, states = self._device.fetch(message, most=int(message.timeout_s / page_s) if page_s else 1 << 30)
         life = self._num_lives
 
         def answer() -> None:
             if life == self._num_lives:
                 assert self._scheduler is not None
-                self._scheduler.put(PagesFetched(rank=0, fetch_id=message.fetch_id, num_pages=num_pages).message())
+                fetched = PagesFetched(rank=0, fetch_id=message.fetch_id, num_pages=num_pages, states=states)
+                self._scheduler.put(fetched.message())
 
         asyncio.get_running_loop().call_later(min(message.timeout_s, page_s * (num_pages + 1)), answer)
 

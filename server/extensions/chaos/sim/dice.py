@@ -46,11 +46,11 @@ def draw(seed: int, order: int = 0) -> Scenario:
 
 
 def _with_states(setup: SimSetup, rng: random.Random) -> SimSetup:
-    """Return the setup of an engine whose model has states: no store has pages of it."""
+    """Return the setup of an engine whose model has states.  Where the device drafts, its head reads the model."""
     usual = setup.max_running + setup.num_pages // rng.choice((2, 8))
     return replace(
         setup,
-        store_timeout_s=0.0,
+        store_timeout_s=0.0 if setup.proposer and setup.drafted else setup.store_timeout_s,
         num_snapshots=rng.choice((1, 2, 4, setup.max_running, usual, usual, usual)),
         keeps=rng.choice(
             ((True, True, True, 0),) * 4

@@ -21,6 +21,7 @@ class LateRows:
         self._sampled: set[int] = set()
         self._late: set[int] = set()
         self._slow: set[int] = set()
+        self._since: dict[int, int] = {}  # row -> the step that admitted its request
 
     def planned(self, step: Step, record: InFlight, before: Sequence[InFlight]) -> None:
         """Check a step.  record: its expected result.  before: the steps in flight.
@@ -28,6 +29,7 @@ class LateRows:
         Raises SimIncorrect for a step that waits for a late mask while there is something else to do, and for a
         step with a slow row behind another one that has its token."""
         new = {admission.row for admission in step.admissions}
+        self._since.update(dict.fromkeys(new, step.step_id))
         for rows in (self._sampled, self._late, self._slow):
             rows -= new
         self._sampled.update(record.sampled_rows.tolist())
@@ -40,7 +42,8 @@ class LateRows:
     def completed(self, done: StepDone, record: InFlight, behind: Sequence[InFlight]) -> None:
         """Note a result.  behind: the steps in flight behind it."""
         if LateMasks.part in done.parts:
-            told = set(msgspec.msgpack.decode(done.parts[LateMasks.part], type=tuple[int, ...]))
+            named = msgspec.msgpack.decode(done.parts[LateMasks.part], type=tuple[int, ...])
+            told = {row for row in named if self._since.get(row, 0) <= done.step_id}
             self._late = told & self._sampled
             self._slow -= sampled_in([record]) - told - sampled_in(behind)
             self._slow |= self._late

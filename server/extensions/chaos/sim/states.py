@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.features.states.messages import copies_of
+from engine.features.states.messages import ARRIVING, copies_of
 from engine.messages import Step
 from server.extensions.chaos.sim.failures import SimIncorrect
 from server.extensions.chaos.sim.oracle import U64
@@ -24,11 +24,19 @@ class SimStates:
         self._num_rows, self._first_on_host, self._mark = num_rows, num_rows + num_snapshots, mark
         self._slots = np.full(num_rows + num_snapshots + num_on_host, LOST, dtype=np.uint64)
         self._freed: dict[int, list[int]] = {}
+        self.arrived: dict[int, U64] = {}
 
     def forget(self) -> None:
         """A new device: nothing of what was on the old one."""
         self._slots[:] = LOST
         self._freed.clear()
+        self.arrived.clear()
+
+    def saved(self, step_id: int, slot: int) -> bytes:
+        """What a slot has before a step that saves it."""
+        if self._slots[slot] == LOST:
+            raise SimIncorrect(f"step {step_id} saves state {slot}, and it is lost")
+        return self._slots[slot : slot + 1].tobytes()
 
     def lose(self, step_id: int, slots: list[int]) -> None:
         """The scheduler has freed these when it planned the step, which is the last that may read them."""
@@ -67,6 +75,9 @@ class SimStates:
     def _copy(self, step_id: int, copies: list[list[int]]) -> None:
         """Copy one after the other."""
         for source, target in copies:
+            if source < 0:
+                self._slots[target] = self.arrived.pop(ARRIVING - source)[0]
+                continue
             if self._slots[source] == LOST:
                 raise SimIncorrect(f"step {step_id} copies state {source} to {target}, and it is lost")
             if max(source, target) >= self._first_on_host:

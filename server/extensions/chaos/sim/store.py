@@ -26,7 +26,7 @@ class SimStore:
         if kept is None or fault == "misses":
             return False
         if fault == "foreign":
-            kept = next(iter(self._kept.values()))
+            kept = next(one for one in self._kept.values() if len(one) == len(record))
         if fault == "torn":
             half = DIGEST_BYTES + (len(kept) - DIGEST_BYTES) // 2
             kept = kept[:half] + bytes(len(kept) - half)
