@@ -2,8 +2,8 @@
 
 Owns: the choice.  Does not know: HTTP, whether a replica is there; only those that take requests are offered.
 
-``replicas.routing`` names one of these, or a class of a module elsewhere, ``module:Class``: it is built without arguments
-and has a ``choose`` as ``RoutingPolicy`` describes it.
+``replicas.routing`` names one of these, or a class of a module elsewhere, ``module:Class``: it is built without
+arguments and has a ``choose`` as ``RoutingPolicy`` describes it.
 """
 
 import random
