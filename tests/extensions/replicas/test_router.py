@@ -15,8 +15,9 @@ from yarl import URL
 from engine.config import Config, build_config
 from engine.settings.sections import LimitsSection, ServerSection
 from server.extensions.replicas import replicas as replicas_module
-from server.extensions.replicas.replicas import SLACK_REQUESTS, Replicas
+from server.extensions.replicas.replicas import Replicas
 from server.extensions.replicas.router import routing
+from server.extensions.replicas.routing import SLACK_REQUESTS
 from server.generate.route import GenerateRoute
 from server.http.body import ROUTED_TYPE
 from server.http.exchange import USAGE_HEADER
