@@ -20,7 +20,7 @@ from engine.features.handover.messages import (
     Grant,
     Lend,
     PageGroup,
-    Release,
+    ReleasePages,
     Returned,
 )
 from engine.features.handover.planner import HandoverPlanner
@@ -158,7 +158,7 @@ def an_offer_never_ends(keep: Method) -> Method:
 
 
 def a_loan_is_returned_twice(returned: Method) -> Method:
-    def mutant(self: Lender, message: Acknowledge | Release) -> None:
+    def mutant(self: Lender, message: Acknowledge | ReleasePages) -> None:
         known = message.name in self._loans
         returned(self, message)
         if known and message.name not in self._loans:

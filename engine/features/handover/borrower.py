@@ -16,16 +16,16 @@ from engine.features.handover.messages import (
     Acknowledge,
     Borrow,
     Borrowed,
-    Cancel,
+    CancelBorrow,
     Claim,
     Deny,
     Fetch,
     Grant,
     PageGroup,
-    Release,
+    ReleasePages,
     digest_of,
 )
-from engine.features.handover.states import BORROWING, Borrowing, GroupsArrived, Lapsed
+from engine.features.handover.states import BORROWING, Borrowing, GroupsArrived, Lapsed, PagesLanded
 
 WINDOW: Final = 4  # groups of one transfer that are on their way
 RETRIES: Final = 10  # in the time of a transfer
@@ -83,18 +83,19 @@ class Borrower:
         ]
         self._ask(transfer)
 
-    def cancel(self, order: Cancel) -> None:
+    def cancel(self, order: CancelBorrow) -> None:
         """Forget a transfer."""
         if (transfer := self._transfers.get(order.number)) is not None:
             if transfer.state in (Borrowing.CLAIMED, Borrowing.FETCHING):
-                self._desk.send(transfer.lender, Release(name=transfer.claim.name), b"")
+                self._desk.send(transfer.lender, ReleasePages(name=transfer.claim.name), b"")
             self._moves(transfer, order)
             self._drop(transfer)
 
     def land(self, number: int, first: int, count: int) -> list[memoryview]:
         """Return pages that have arrived, and forget the transfer."""
         transfer = self._transfers[number]
-        assert transfer.state in (Borrowing.WHOLE, Borrowing.PARTIAL), f"transfer {number} lands and is under way"
+        lands = self._moves(transfer, PagesLanded())
+        assert lands, f"transfer {number} lands and is {transfer.state.value}"
         self._drop(transfer)
         size, per_group = self._desk.page_bytes, transfer.group_pages
         pages = []
@@ -173,7 +174,7 @@ class Borrower:
 
     def _lapse(self, transfer: BorrowedPages) -> None:
         if self._moves(transfer, Lapsed()):
-            self._desk.send(transfer.lender, Release(name=transfer.claim.name), b"")
+            self._desk.send(transfer.lender, ReleasePages(name=transfer.claim.name), b"")
             self._end(transfer)
 
     def _end(self, transfer: BorrowedPages) -> None:

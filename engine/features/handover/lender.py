@@ -23,7 +23,7 @@ from engine.features.handover.messages import (
     Lend,
     OfferOver,
     PageGroup,
-    Release,
+    ReleasePages,
     Returned,
     digest_of,
 )
@@ -122,7 +122,7 @@ class Lender:
             self._desk.send(loan.borrower, PageGroup(name=fetch.name, group=fetch.group, digest=digest), content)
         self._settle(fetch.name, loan)
 
-    def returned(self, message: Acknowledge | Release) -> None:
+    def returned(self, message: Acknowledge | ReleasePages) -> None:
         """End a lease."""
         loan = self._loans.get(message.name)
         if loan is not None and self._moves(loan, message):

@@ -5,8 +5,8 @@ Owns: their types and how each is encoded.  Does not know: when one is sent, wha
     borrower ─Claim→ lender       the pages of a prompt are wanted; its tokens name them
     borrower ←Grant─ lender       so many are kept for it, for the length of a lease       or Deny
     borrower ─Fetch→ lender       one group of pages is wanted; the lease begins anew
-    borrower ←Group─ lender       the group, with a digest
-    borrower ─Acknowledge→ lender   all pages have arrived, the lender may forget them      or Release: none is wanted
+    borrower ←PageGroup─ lender   the group, with a digest
+    borrower ─Acknowledge→ lender all pages have arrived, and the lender may forget them   or ReleasePages
 
 Every message between engines may be lost, doubled, late or overtaken.  ``name`` is a digest of the tokens and of the
 request, so a message that comes too late fits no other transfer, and a page of the name has one possible content.
@@ -83,13 +83,13 @@ class Acknowledge(_Note, frozen=True, kw_only=True):
     name: bytes
 
 
-class Release(_Note, frozen=True, kw_only=True):
+class ReleasePages(_Note, frozen=True, kw_only=True):
     """No more pages are wanted."""
 
     name: bytes
 
 
-Wire = Claim | Grant | Deny | Fetch | PageGroup | Acknowledge | Release
+Wire = Claim | Grant | Deny | Fetch | PageGroup | Acknowledge | ReleasePages
 
 # ---- planner -> its ranks -------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Borrow(_Note, frozen=True, kw_only=True):
     num_pages: int
 
 
-class Cancel(_Note, frozen=True, kw_only=True):
+class CancelBorrow(_Note, frozen=True, kw_only=True):
     """The pages of this number are not wanted any more."""
 
     number: int
@@ -133,7 +133,7 @@ class KeepOffer(_Note, frozen=True, kw_only=True):
     offer: str
 
 
-Order = Open | Borrow | Cancel | Lend | Decline | KeepOffer
+Order = Open | Borrow | CancelBorrow | Lend | Decline | KeepOffer
 
 # ---- rank -> its planner --------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class Returned(_Note, frozen=True, kw_only=True):
 
 
 class Borrowed(_Note, frozen=True, kw_only=True):
-    """A rank has so many of the pages, and keeps them until a step uses them or ``Cancel``."""
+    """A rank has so many of the pages, and keeps them until a step uses them or ``CancelBorrow``."""
 
     number: int
     num_pages: int

@@ -19,7 +19,7 @@ from engine.features.handover.messages import (
     NAME,
     Borrow,
     Borrowed,
-    Cancel,
+    CancelBorrow,
     Claim,
     Claimed,
     Decline,
@@ -140,7 +140,7 @@ class HandoverPlanner(PlannerFeature):
             return
         first, end = handle.num_pages, loaned.first_page + loaned.num_pages
         if not loaned.first_page <= first < end:
-            self._order(Cancel(number=loaned.number))
+            self._order(CancelBorrow(number=loaned.number))
             return
         pages = pages[: end - first]
         # A store copies new pages out before those of a step come in, so it cannot have these.
@@ -177,11 +177,11 @@ class HandoverPlanner(PlannerFeature):
 
     def forget(self, sequence: Sequence) -> bool:
         if (loaned := self._answered.pop(sequence.request_id, None)) is not None:
-            self._order(Cancel(number=loaned.number))
+            self._order(CancelBorrow(number=loaned.number))
         for loaned in self._waiting.values():
             if loaned.sequence is sequence:
                 del self._waiting[loaned.number]
-                self._order(Cancel(number=loaned.number))
+                self._order(CancelBorrow(number=loaned.number))
                 return True
         return False
 

@@ -12,7 +12,7 @@ from engine.features.handover.lender import Lender
 from engine.features.handover.messages import (
     Acknowledge,
     Borrow,
-    Cancel,
+    CancelBorrow,
     Claim,
     Decline,
     Deny,
@@ -23,7 +23,7 @@ from engine.features.handover.messages import (
     Open,
     Order,
     PageGroup,
-    Release,
+    ReleasePages,
     Wire,
 )
 
@@ -41,7 +41,7 @@ class Sides:
         match order:
             case Borrow():
                 self.borrower.borrow(msgspec.structs.replace(order, peer=self._find(order.peer)))
-            case Cancel():
+            case CancelBorrow():
                 self.borrower.cancel(order)
             case Lend():
                 self.lender.lend(order)
@@ -59,7 +59,7 @@ class Sides:
                 self.lender.claimed(message)
             case Fetch():
                 self.lender.fetched(message)
-            case Acknowledge() | Release():
+            case Acknowledge() | ReleasePages():
                 self.lender.returned(message)
             case Grant():
                 self.borrower.granted(message)

@@ -8,11 +8,25 @@ late, doubled, or of a transfer that was never made.
 from enum import Enum
 from typing import Final
 
-from engine.features.handover.messages import Acknowledge, Cancel, Claim, Decline, Deny, Fetch, Grant, Lend, Release
+from engine.features.handover.messages import (
+    Acknowledge,
+    CancelBorrow,
+    Claim,
+    Decline,
+    Deny,
+    Fetch,
+    Grant,
+    Lend,
+    ReleasePages,
+)
 
 
 class GroupsArrived:
     """The last group that was missing has arrived."""
+
+
+class PagesLanded:
+    """A step has copied the pages into the pool."""
 
 
 class Lapsed:
@@ -31,6 +45,7 @@ class Borrowing(Enum):
     WHOLE = "whole"
     PARTIAL = "partial"
     DROPPED = "dropped"
+    LANDED = "landed"
 
 
 class Lending(Enum):
@@ -46,23 +61,25 @@ BORROWING: Final[dict[tuple[Borrowing, type], Borrowing]] = {
     (Borrowing.CLAIMED, Grant): Borrowing.FETCHING,
     (Borrowing.CLAIMED, Deny): Borrowing.PARTIAL,
     (Borrowing.CLAIMED, Lapsed): Borrowing.PARTIAL,
-    (Borrowing.CLAIMED, Cancel): Borrowing.DROPPED,
+    (Borrowing.CLAIMED, CancelBorrow): Borrowing.DROPPED,
     (Borrowing.FETCHING, GroupsArrived): Borrowing.WHOLE,
     (Borrowing.FETCHING, Deny): Borrowing.PARTIAL,
     (Borrowing.FETCHING, Lapsed): Borrowing.PARTIAL,
-    (Borrowing.FETCHING, Cancel): Borrowing.DROPPED,
-    (Borrowing.WHOLE, Cancel): Borrowing.DROPPED,
-    (Borrowing.PARTIAL, Cancel): Borrowing.DROPPED,
+    (Borrowing.FETCHING, CancelBorrow): Borrowing.DROPPED,
+    (Borrowing.WHOLE, PagesLanded): Borrowing.LANDED,
+    (Borrowing.PARTIAL, PagesLanded): Borrowing.LANDED,
+    (Borrowing.WHOLE, CancelBorrow): Borrowing.DROPPED,
+    (Borrowing.PARTIAL, CancelBorrow): Borrowing.DROPPED,
 }
 
 LENDING: Final[dict[tuple[Lending, type], Lending]] = {
     (Lending.ASKED, Lend): Lending.LENT,
     (Lending.ASKED, Decline): Lending.OVER,
-    (Lending.ASKED, Release): Lending.ASKED,  # the planner has been asked, and its answer is still to come
+    (Lending.ASKED, ReleasePages): Lending.ASKED,  # the planner has been asked, and its answer is still to come
     (Lending.LENT, Claim): Lending.LENT,
     (Lending.LENT, Fetch): Lending.LENT,
     (Lending.LENT, Acknowledge): Lending.RETURNING,
-    (Lending.LENT, Release): Lending.RETURNING,
+    (Lending.LENT, ReleasePages): Lending.RETURNING,
     (Lending.LENT, Lapsed): Lending.RETURNING,
     (Lending.RETURNING, Unread): Lending.OVER,
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import zmq
-from msgspec import Meta, field
+from msgspec import Meta
 from zmq.utils import z85
 
 from engine.plugins.hookspecs import TransferContext, hookimpl
@@ -41,8 +41,8 @@ class TcpOptions(CarrierOptions, frozen=True, kw_only=True):
     listen: where to listen, 'tcp://ADDRESS:PORT'; auto is this engine's entry in peers.
     most_waiting: messages that wait for one peer."""
 
-    peers: dict[str, str] = field(default_factory=dict)
-    key_file: str = ""
+    peers: dict[str, str] | None = None
+    key_file: str | None = None
     listen: str = "auto"
     most_waiting: Annotated[int, Meta(ge=1)] = 64
 
@@ -52,7 +52,7 @@ class TcpTransfer:
 
     def __init__(self, context: TransferContext, options: TcpOptions) -> None:
         self._rank = context.rank
-        self._places = options.peers
+        self._places = options.peers or {}
         self._receive = context.receive
         self._most_bytes = context.most_bytes
         secret = _secret_in(options.key_file)
@@ -89,6 +89,8 @@ class TcpTransfer:
 
     def send(self, address: str, message: bytes, payload: bytes) -> None:
         """Let the thread send."""
+        if self._is_closed:
+            return
         try:
             self._outgoing.put_nowait((address, message, payload))
         except queue.Full:
@@ -161,10 +163,10 @@ class TcpTransfer:
         return made
 
 
-def _secret_in(path: str) -> bytes:
+def _secret_in(path: str | None) -> bytes:
     """Return the secret in a file.  Raises PluginError."""
     try:
-        secret = Path(path).expanduser().read_bytes().strip()
+        secret = Path(path or "").expanduser().read_bytes().strip()
     except OSError as error:
         raise PluginError(f"transfer.tcp: key_file={path!r} cannot be read: {error.strerror}") from None
     if len(secret) < LEAST_KEY:
