@@ -121,8 +121,9 @@ async def measure(given: argparse.Namespace) -> dict[str, object]:
         name: {key: float(np.median([asdict(one)[key] for one in figures])) for key in asdict(figures[0])}
         for name, figures in found.items()
     }
-    ratios = {key: medians["split"][key] / max(value, 1e-9) for key, value in medians["undivided"].items()}
-    return {"arguments": vars(given), "medians": medians, "split / undivided": ratios}
+    ratios = {key: medians["split"][key] / value for key, value in medians["undivided"].items() if value}
+    arguments = {**vars(given), "model": Path(given.model).name}
+    return {"arguments": arguments, "medians": medians, "split / undivided": ratios}
 
 
 def main() -> int:
