@@ -48,7 +48,7 @@ from engine.kv.events import KVEvent, Tier
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
 from engine.kv.node import Namespace, namespace_seed
 from engine.messages import Finish
-from engine.plugins.encoder.encoder import Axes, Encoder, Tower
+from engine.plugins.encoder.encoder import Axes, BatchTower, Encoder, ToEncode, Tower
 from engine.plugins.hookspecs import (
     API_VERSION,
     AttentionContext,
@@ -77,9 +77,10 @@ from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
 from engine.scheduling.proposer import DraftModel, Proposer, ProposerSession
 from engine.text.call_reader import CallReader, Reading
+from engine.text.film_files import FilmFile
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
 from engine.text.picture_files import read_picture
-from engine.text.pictures import PictureFormat, PictureLayout
+from engine.text.pictures import FilmFormat, PictureFormat, PictureLayout
 from engine.text.processors import LogitsProcessor, LogitsRows
 from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
@@ -108,6 +109,7 @@ __all__ = [
     "AttentionShape",
     "AttentionSpec",
     "Axes",
+    "BatchTower",
     "CallPiece",
     "CallReader",
     "CallShape",
@@ -128,6 +130,8 @@ __all__ = [
     "ExpertsShape",
     "FeedForward",
     "Fields",
+    "FilmFile",
+    "FilmFormat",
     "Finish",
     "GatedShape",
     "Grammar",
@@ -193,6 +197,7 @@ __all__ = [
     "TenantPolicy",
     "Thinking",
     "Tier",
+    "ToEncode",
     "Tool",
     "ToolFormat",
     "ToolParser",

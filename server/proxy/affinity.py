@@ -11,7 +11,7 @@ Does not know: HTTP, how busy a replica is.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -70,6 +70,7 @@ class PrefixAffinity:
         self._max_known = max_known
         self._sent: OrderedDict[bytes, str] = OrderedDict()
         self._held: dict[str, set[bytes]] = {}
+        self._holders_of: dict[bytes, set[str]] = {}  # the same by block
         self._decoder = msgspec.json.Decoder(_Prompt)
 
     def blocks(self, body: bytes, tenant: str = "", offered_session: str = "") -> list[bytes]:
@@ -110,14 +111,30 @@ class PrefixAffinity:
         """Returns the candidates with the longest beginning that any of them holds; of several, those of the session.
 
         Where none holds a beginning, those of the session."""
+        offered = candidates if isinstance(candidates, Collection) else list(candidates)
         for block in reversed(blocks):
-            if names := self._holders(block, candidates):
+            if names := self._holders(block, offered):
                 return self._holders(blocks[0], names) or names
         return []
 
-    def _holders(self, block: bytes, names: Iterable[str]) -> list[str]:
-        sent = self._sent.get(block)
-        return [name for name in names if name == sent or block in self._held.get(name, ())]
+    def num_held(self, blocks: list[bytes]) -> dict[str, int]:
+        """Returns how many blocks of a prompt's beginning each replica holds; those that hold none are left out."""
+        found: dict[str, int] = {}
+        for number, block in enumerate(blocks, 1):
+            found.update(dict.fromkeys(self._holders_of.get(block, ()), number))
+            if (sent := self._sent.get(block)) is not None:
+                found[sent] = number
+        return found
+
+    def has_beginning(self, blocks: list[bytes], name: str) -> bool:
+        """Returns whether a replica holds any of these blocks."""
+        return any(self._sent.get(block) == name or name in self._holders_of.get(block, ()) for block in blocks)
+
+    def _holders(self, block: bytes, names: Collection[str]) -> list[str]:
+        held, sent = self._holders_of.get(block, ()), self._sent.get(block)
+        if not held and sent not in names:
+            return []
+        return [name for name in names if name == sent or name in held]
 
     def note(self, blocks: list[bytes], name: str) -> None:
         """Remember that the replica is sent this prompt, until it reports what it holds."""
@@ -132,9 +149,11 @@ class PrefixAffinity:
         """Take in what a replica reports."""
         held = self._held.setdefault(name, set())
         if report.is_whole:
-            held.clear()
-        held.update(report.gained)
-        held.difference_update(report.lost)
+            self._drop(name, held - set(report.gained))
+        for block in report.gained:
+            held.add(block)
+            self._holders_of.setdefault(block, set()).add(name)
+        self._drop(name, report.lost)
         for block in (*report.gained, *report.lost):
             if self._sent.get(block) == name:  # the report is what counts from now on
                 del self._sent[block]
@@ -142,7 +161,17 @@ class PrefixAffinity:
     def forget(self, name: str) -> None:
         """Forget what the replica holds, since it has lost its cache."""
         self._sent = OrderedDict((block, owner) for block, owner in self._sent.items() if owner != name)
+        self._drop(name, list(self._held.get(name, ())))
         self._held.pop(name, None)
+
+    def _drop(self, name: str, blocks: Iterable[bytes]) -> None:
+        """Note that a replica holds some blocks no longer."""
+        for block in blocks:
+            self._held[name].discard(block)
+            if (names := self._holders_of.get(block)) is not None:
+                names.discard(name)
+                if not names:
+                    del self._holders_of[block]
 
 
 def tenant_of(headers: Mapping[str, str], *, needs_key: bool) -> str:

@@ -146,7 +146,7 @@ class Proxy:
                 raise
             tried.append(replica)
             try:
-                with replica.busy():
+                with replica.busy(len(blocks)):
                     response = await delivery.ask(replica)
             except _ReplicaLost as error:
                 self._replicas.lose(replica, error, error.url)
@@ -172,7 +172,7 @@ class Proxy:
             log.info("request=%s goes on at %s", delivery.id, replica.name)
             self._replicas.num_resumed += 1
             try:
-                with replica.busy():
+                with replica.busy(len(blocks)):
                     response = await delivery.ask(replica)
             except _ReplicaLost as error:
                 self._replicas.lose(replica, error, error.url)

@@ -34,13 +34,14 @@ class State(Enum):
 class Replica:
     """One replica.  num_open: requests that it was sent and that have not ended.  num_lost: how often it was lost.
 
-    num_starts: how often it was started again after a stop.  settled: it is ready, or cannot be started any more.
-    moves: its streams go on elsewhere now."""
+    open_blocks: of the prompts of those.  num_starts: how often it was started again after a stop.
+    settled: it is ready, or cannot be started any more.  moves: its streams go on elsewhere now."""
 
     name: str
     url: str = ""
     state: State = State.STARTING
     num_open: int = 0
+    open_blocks: int = 0
     num_sent: int = 0
     num_lost: int = 0
     num_starts: int = 0
@@ -49,15 +50,17 @@ class Replica:
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Count a request as open for as long as the context lasts."""
+    def busy(self, num_blocks: int = 0) -> Iterator[None]:
+        """Count a request as open for as long as the context lasts.  num_blocks: of its prompt."""
         self.num_open += 1
+        self.open_blocks += num_blocks
         self.num_sent += 1
         self.idle.clear()
         try:
             yield
         finally:
             self.num_open -= 1
+            self.open_blocks -= num_blocks
             if not self.num_open:
                 self.idle.set()
 

@@ -5,9 +5,9 @@ Owns: each one's state, the choice, the watch over them.  Does not know: how one
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import aiohttp
 import msgspec
@@ -15,16 +15,14 @@ import msgspec
 from engine.host.timeouts import is_set_within
 from engine.types.errors import CallboardError
 from server.extensions.replicas.held import PATH
+from server.extensions.replicas.routing import Offer, PrefixRouting, RoutingPolicy
 from server.proxy.affinity import HeldBlocks, PrefixAffinity
 from server.proxy.replica import CHECK_TIMEOUT_S, Replica, State, unavailable
 
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.5
-# The replica that has the prefix is chosen unless it has so many requests more than the least busy one, and so many
-# times as many.
-SLACK_REQUESTS = 8
-SLACK_FACTOR = 1.5
+MOST_CHECKS_PER_S = 50  # of all replicas together, each about 0.7 ms of the router's time
 
 
 class Fleet(Protocol):
@@ -50,14 +48,19 @@ class Fleet(Protocol):
         ...
 
 
-def _least_busy(replicas: Iterable[Replica]) -> Replica:
-    return min(replicas, key=lambda one: (one.num_open, one.num_sent))
+@runtime_checkable
+class LastingFleet(Fleet, Protocol):
+    """A fleet whose replicas other routers use too, so that they outlive each of them."""
+
+    async def is_running(self, number: int) -> bool:
+        """Returns whether another router has started a replica that was stopped."""
+        ...
 
 
 class Replicas:
     """All replicas.  Run ``watch`` and ``follow`` as tasks for each.
 
-    drain_timeout_s: what a replica gets to finish its requests.
+    drain_timeout_s: what a replica gets to finish its requests.  routing: by the prompt's beginning unless given.
 
     num_requests: that found a replica, a stream that goes on elsewhere once more; num_with_prefix: of these, those
     that went where their prompt's beginning had gone before.  num_resumed: streams that went on elsewhere.
@@ -66,7 +69,12 @@ class Replicas:
     noun = "replica"
 
     def __init__(
-        self, fleet: Fleet, session: aiohttp.ClientSession, affinity: PrefixAffinity, drain_timeout_s: float
+        self,
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+        affinity: PrefixAffinity,
+        drain_timeout_s: float,
+        routing: RoutingPolicy | None = None,
     ) -> None:
         self.all = [Replica(f"replica{number}") for number in range(fleet.size)]
         self.num_requests = 0
@@ -77,22 +85,19 @@ class Replicas:
         self._fleet = fleet
         self._session = session
         self._affinity = affinity
+        self._routing = routing or PrefixRouting()
 
     def choose(self, blocks: list[bytes], besides: list[Replica]) -> Replica:
-        """The replica that a request goes to: the one that has its prefix, unless that is far busier than another.
+        """The replica that a request goes to, by the routing policy.
 
         besides: those that were tried.  Raises RequestError, a 503, if none is left."""
         ready = {one.name: one for one in self.all if one.state is State.READY and one not in besides}
         if not ready:
             raise unavailable("no replica can take this request now")
-        names = self._affinity.find(blocks, ready)
-        least = _least_busy(ready.values())
-        chosen = _least_busy(ready[name] for name in names) if names else least
-        if chosen.num_open > max(least.num_open + SLACK_REQUESTS, least.num_open * SLACK_FACTOR):
-            chosen = least
+        chosen = self._routing.choose(Offer(blocks, ready, self._affinity))
         if not besides:
             self.num_requests += 1
-            self.num_with_prefix += chosen.name in names
+            self.num_with_prefix += self._affinity.has_beginning(blocks, chosen.name)
         self._affinity.note(blocks, chosen.name)
         return chosen
 
@@ -120,6 +125,13 @@ class Replicas:
         replica.state = State.STOPPED
         log.info("%s is stopped: %d requests were open", replica.name, replica.num_open)
 
+    async def leave(self, replica: Replica) -> None:
+        """End a replica with its only router; one that others use finishes what this router has sent it."""
+        if not isinstance(self._fleet, LastingFleet):
+            await self.drain(replica)
+        elif replica.num_open:
+            await replica.idle.wait()
+
     async def undrain(self, replica: Replica) -> None:
         """Send a replica requests again, once it is ready.  It is started if it was stopped; no drain of it may run."""
         if self.is_leaving:
@@ -143,14 +155,22 @@ class Replicas:
             if replica.state is State.STOPPED:
                 raise CallboardError(f"{replica.name} cannot be started; those behind it were left as they are")
 
+    @property
+    def _check_every_s(self) -> float:
+        """The time between two checks of a replica: each of many is checked less often, and a request sees its loss."""
+        return max(CHECK_EVERY_S, len(self.all) / MOST_CHECKS_PER_S)
+
     async def watch(self, replica: Replica) -> None:
         """Keep finding out where a replica is and whether it is ready."""
         while True:
+            if replica.state is State.STOPPED and await self._is_running(replica):
+                log.info("%s was started by another router", replica.name)
+                self._set_starting(replica)
             if replica.state is State.STARTING:
                 await self._find(replica)
             if replica.state in (State.STARTING, State.READY):
                 await self._check(replica)
-            await asyncio.sleep(CHECK_EVERY_S)
+            await asyncio.sleep(self._check_every_s)
 
     async def follow(self, replica: Replica) -> None:
         """Keep learning which prompts a replica holds."""
@@ -168,7 +188,10 @@ class Replicas:
                         epoch, version = report.epoch, report.version
                         continue
             epoch, version = "", 0
-            await asyncio.sleep(CHECK_EVERY_S)
+            await asyncio.sleep(self._check_every_s)
+
+    async def _is_running(self, replica: Replica) -> bool:
+        return isinstance(self._fleet, LastingFleet) and await self._fleet.is_running(self.all.index(replica))
 
     async def _find(self, replica: Replica) -> None:
         num_starts = replica.num_starts

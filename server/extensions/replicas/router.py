@@ -21,6 +21,8 @@ from server.access import check_access
 from server.clients import Rates
 from server.extensions.replicas.gauges import routed
 from server.extensions.replicas.replicas import Fleet, Replicas
+from server.extensions.replicas.routing import routing_named
+from server.extensions.replicas.settings import ReplicasSettings
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route, refuse_foreign_page
 from server.http.operation import Operation, operation
@@ -161,7 +163,7 @@ async def route(
     new_replicas: type[Replicas] = Replicas,
     new_proxy: type[Proxy] = Proxy,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
+    """Serve until SIGTERM or SIGINT; then the replicas are drained and end, unless other routers use them."""
     stop_requested = listen_for_signals(
         partial(log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
     )
@@ -173,7 +175,7 @@ async def route(
             try:
                 async with asyncio.timeout(config.server.drain_timeout_s), asyncio.TaskGroup() as draining:
                     for replica in replicas.all:
-                        draining.create_task(replicas.drain(replica))
+                        draining.create_task(replicas.leave(replica))
             except TimeoutError:
                 log.warning("draining: %d requests end unfinished", sum(one.num_open for one in replicas.all))
 
@@ -190,7 +192,8 @@ async def routing(
     server = config.server
     async with new_session(fleet.headers) as session, AsyncExitStack() as stack:
         affinity = PrefixAffinity()
-        replicas = new_replicas(fleet, session, affinity, server.drain_timeout_s)
+        policy = routing_named(ReplicasSettings.of(config).routing)
+        replicas = new_replicas(fleet, session, affinity, server.drain_timeout_s, policy)
         proxy = new_proxy(server, replicas, session, affinity, Rates(config.limits))
         app = _application(server, replicas, session, proxy)
         runner = HttpRunner(app, server, Traffic())

@@ -4,7 +4,7 @@ Owns: what may happen.  Does not know: how often (``dice.py``), how it is made t
 The list is explicit, so that parts of it can be left out.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from server.extensions.chaos.sim.links import LinkWeather
 
@@ -184,7 +184,12 @@ class Scenario:
 
 
 def describe(op: Op) -> str:
-    """One line about an operation."""
+    """One line about an operation: the fields that are not as usual."""
     if not isinstance(op, Submit):
         return str(op)
-    return str(op).replace(str(op.prompt), f"<{len(op.prompt)} tokens, {hash(op.prompt) & 0xFFFF:04x}>")
+    shown = [f"<{len(op.prompt)} tokens, {hash(op.prompt) & 0xFFFF:04x}>"]
+    for one in fields(op):
+        value = getattr(op, one.name)
+        if one.name not in ("at", "prompt") and value != one.default:
+            shown.append(f"{one.name}={value!r}")
+    return f"Submit(at={op.at:.4f}, {', '.join(shown)})"
