@@ -57,7 +57,7 @@ class SessionNote:
 class SessionsPlanner(PlannerFeature):
     """The sessions of one planner's rows."""
 
-    def __init__(self, parts: PlannerParts, leases: Leases, *, fetches: bool = True) -> None:
+    def __init__(self, parts: PlannerParts, leases: Leases, *, fetches: bool = False) -> None:
         self._clock = parts.clock
         self._pages = parts.pages
         self._table = parts.table
