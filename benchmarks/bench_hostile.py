@@ -12,6 +12,7 @@ where the 99th percentile is more than twice that of alone, where a text differs
 
     python benchmarks/bench_hostile.py --json benchmarks/results/hostile_2core_cpu.json
     python benchmarks/bench_hostile.py --requests 3000 --only keyed     # a smoke run
+    python benchmarks/bench_hostile.py --requests 3000 --model ~/.cache/callboard/real/SmolLM2-135M-Instruct.Q4_1.gguf
 """
 
 import asyncio
@@ -300,11 +301,11 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def measure(mode: str, num_requests: int) -> dict[str, Any]:
+def measure(mode: str, num_requests: int, model: Path) -> dict[str, Any]:
     """One server; the good client alone, then beside the hostile ones."""
     keyed = mode == "keyed"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
-        server, port = serve(Path(folder), mode)
+        server, port = serve(Path(folder), mode, model)
         ends.callback(server.wait, 60)
         ends.callback(server.terminate)
         Good(port, keyed).stream(PROMPTS[0])
@@ -340,12 +341,12 @@ def measure(mode: str, num_requests: int) -> dict[str, Any]:
         }
 
 
-def serve(folder: Path, mode: str) -> tuple[subprocess.Popen[str], int]:
+def serve(folder: Path, mode: str, model: Path) -> tuple[subprocess.Popen[str], int]:
     """Start a server; returns it with its port."""
     (folder / "keys.toml").write_text(KEY_FILE)
     sections = MODES[mode].format(folder=folder)
     config = folder / "config.toml"
-    config.write_text(CONFIG.format(model=ROOT / "examples/demo_model", folder=folder, server=sections))
+    config.write_text(CONFIG.format(model=model.resolve(), folder=folder, server=sections))
     command = [sys.executable, "-m", "callboard", "serve", str(config), "--port", "0", "--log-level", "warning"]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
@@ -388,6 +389,9 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--requests", type=int, default=100_000, help="of the hostile clients, in each mode")
     parser.add_argument("--only", choices=MODES, help="one mode instead of both")
+    parser.add_argument(
+        "--model", type=Path, default=ROOT / "examples/demo_model", help="a checkpoint in place of the demo model"
+    )
     parser.add_argument("--crowd", type=int, metavar="PORT", help="be the hostile clients of the server there")
     parser.add_argument("--harmless", action="store_true", help="be a process that counts")
     arguments = parser.parse_args()
@@ -398,7 +402,7 @@ def main() -> None:
     table = Table("mode", "clients", "p50, ms", "p99, ms", "most, ms", "first token p50, ms", "most, ms")
     results, wrong = [], []
     for mode in [arguments.only] if arguments.only else MODES:
-        results.append(found := measure(mode, arguments.requests))
+        results.append(found := measure(mode, arguments.requests, arguments.model))
         for clients in ("alone", "beside"):
             table.add_row(
                 mode, clients, *(f"{figure:g}" for name, figure in found[clients].items() if name.endswith("_ms"))

@@ -12,7 +12,7 @@ float32 and in bfloat16, of which it keeps the weights and computes in float32; 
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from transformers.utils import logging
 from callboard import LLM, SamplingParams
 
 VOCAB, SHORT = 16_384, 16
+WEIGHTS = ("float32", "bfloat16", "int8")
 REFERENCE = "transformers, float32"
 Prompts = list[list[int]]
 Way = Callable[[Prompts, int], object]
@@ -90,24 +91,28 @@ def serves(llm: LLM) -> Way:
     )
 
 
-def open_ways(config: PretrainedConfig, folder: Path, threads: int, opened: ExitStack) -> dict[str, Way]:
-    """All ways for one shape.  The checkpoints lie below ``folder``."""
+def open_ways(
+    config: PretrainedConfig, folder: Path, threads: int, opened: ExitStack, weights: Collection[str]
+) -> dict[str, Way]:
+    """The ways for one shape with some of ``WEIGHTS``.  The checkpoints lie below ``folder``."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     ways: dict[str, Way] = {REFERENCE: generates(model)}
     model.save_pretrained(folder / "float32")
-    rounded = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    rounded.load_state_dict(model.state_dict())
-    rounded.save_pretrained(folder / "bfloat16")
-    ways["transformers, bfloat16"] = generates(rounded)
-    for stored, quantization in (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")):
+    if {*weights} & {"bfloat16", "int8"}:
+        rounded = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        rounded.load_state_dict(model.state_dict())
+        rounded.save_pretrained(folder / "bfloat16")
+        ways["transformers, bfloat16"] = generates(rounded)
+    for name in weights:
+        stored, quantization = ("bfloat16", "int8") if name == "int8" else (name, "none")
         tables = {
             "model": {"tokenizer": "none", "quantization": quantization},
             "device": {"kind": "cpu", "threads": threads},
             "kv": {"num_pages": 1024},
         }
         llm = opened.enter_context(LLM(folder / stored, progress=False, config=tables))
-        ways[f"callboard, {stored if quantization == 'none' else quantization}"] = serves(llm)
+        ways[f"callboard, {name}"] = serves(llm)
     return ways
 
 
@@ -151,6 +156,7 @@ def main() -> None:
     """Print a table for each shape; optionally keep them as JSON."""
     parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=[*shapes()], choices=[*shapes()])
+    parser.add_argument("--weights", nargs="+", default=[*WEIGHTS], choices=WEIGHTS)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--tokens", type=int, default=48, help="that each stream generates")
@@ -166,7 +172,7 @@ def main() -> None:
         for column in ("way", "streams", "prompt tokens/s", "decoded tokens/s"):
             table.add_column(column)
         with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
-            ways = open_ways(shapes()[shape], Path(folder), arguments.threads, opened)
+            ways = open_ways(shapes()[shape], Path(folder), arguments.threads, opened, arguments.weights)
             for streams in arguments.streams:
                 for row in in_turns(ways, streams, arguments.prompt, arguments.tokens, arguments.turns):
                     figures = (f"{row[what]:.0f} ({row[f'{what} x']:.2f})" for what in ("prompt", "decode"))

@@ -6,6 +6,11 @@ eviction finds that knows the future (Belady), for one request at a time.  Needs
 
     python benchmarks/bench_sessions.py
     python benchmarks/bench_sessions.py --sessions 200 --output results.json
+
+With host memory the prefixes that leave the pool wait there, and a step takes longer with each page that it copies:
+what it costs to copy them when a request starts, and what it saves to fetch them before.
+
+    python benchmarks/bench_sessions.py --sessions 10 --pages 1500 --host-pages 20000
 """
 
 import heapq
@@ -32,6 +37,7 @@ from server.extensions.whatif.changes import Case, changed
 from server.extensions.whatif.replay import TraceReplay, stand_ins
 
 PIN_S = 60.0
+COPY_S = 5e-4  # of a page, which takes 0.8 ms to compute
 CLIENTS = ("agents-0", "agents-1", "others")
 Row = dict[str, Any]
 
@@ -59,8 +65,10 @@ class PinnedCase(Case):
 
 
 def seconds(size: StepSize) -> float:
-    """Seconds of a step, on a device whose steps take 10 ms and 0.05 ms for each token."""
-    return 10e-3 + 50e-6 * (size.decodes + size.prefill_tokens) + 4e-8 * (size.context + size.pairs)
+    """Seconds of a step, on a device whose steps take 10 ms, 0.05 ms for each token and 0.5 ms for each page copied."""
+    return (
+        10e-3 + 50e-6 * (size.decodes + size.prefill_tokens) + 4e-8 * (size.context + size.pairs) + COPY_S * size.copies
+    )
 
 
 def replayed(name: str, case: Case, requests: list[TracedRequest], tokens: list[Any]) -> Row:
@@ -121,19 +129,27 @@ def main() -> None:
     parser.add_argument("--per-minute", type=float, default=1.5, help="sessions that begin in a minute")
     parser.add_argument("--singles", type=float, default=90.0, help="prompts that never come again, in a minute")
     parser.add_argument("--pages", type=int, default=6000)
+    parser.add_argument("--host-pages", type=int, default=0, help="compare leases without and with fetching back alone")
     parser.add_argument("--seed", type=int, default=0)
     parsed = parser.parse_args()
     requests = traffic(parsed.seed, parsed.sessions, parsed.per_minute, parsed.singles)
     first = head(parsed.pages)
     tokens = stand_ins(requests, first)
     leased = changed(first, ["plugins.eviction=lease"])
+    host = ["plugins.eviction=lease", f"kv.num_host_pages={parsed.host_pages}"]
     cases = {
         "lru": changed(first, ["plugins.eviction=lru"]),
         f"pins of {PIN_S:.0f} s": PinnedCase(leased.name, leased.config, leased.limits),
         "leases": leased,
     }
+    if parsed.host_pages:
+        cases = {
+            "copied at the start": changed(first, [*host, 'plugins.options={"eviction.lease"={fetches=false}}']),
+            "fetched before": changed(first, host),
+        }
     rows = [replayed(name, case, requests, tokens) for name, case in cases.items()]
-    rows.append(optimum(requests, first.limits))
+    if not parsed.host_pages:
+        rows.append(optimum(requests, first.limits))
     table = Table(*rows[0], title=f"{len(requests)} requests, {parsed.pages} pages")
     for row in rows:
         table.add_row(*(text(row.get(name)) for name in rows[0]))

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from engine.llm import LLM, Completion
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import Newcomer
-from engine.types.errors import WeightsError
+from engine.types.errors import RequestError, WeightsError
 from engine.types.params import SamplingParams
 
 # The engine and transformers differ by rounding: by far less than this, in any dtype, if they have the same weights.
@@ -72,20 +72,33 @@ class TrainedModel:
         while self._folders:
             self._folders.pop().cleanup()
 
+    def _load(self, folder: str) -> None:
+        """Have an engine with the weights of a folder: the present one, or another if its weights cannot change."""
+        if self._engine is not None:
+            try:
+                self._engine.weights.update(folder)
+                return
+            except (RequestError, WeightsError):  # those of an encoder of pictures, or captured steps
+                self._engine.close()
+                self._engine = None
+        self._engine = LLM(folder, config=self._config, progress=False)
+
     def _current(self) -> LLM:
         """Return the engine with the module's weights."""
         weights = _digest(self.module)
         if self._engine is None or weights != self._loaded:
             folder = TemporaryDirectory(prefix="callboard-training-")
             self.module.save_pretrained(folder.name)
-            if self._engine is None:
-                self._engine = LLM(folder.name, config=self._config, progress=False)
-            else:
-                self._engine.weights.update(folder.name)
+            try:
+                self._load(folder.name)
+            except BaseException:
+                folder.cleanup()
+                raise
             self._loaded = weights
             self._folders.append(folder)  # an executor that dies reads both again
             while len(self._folders) > 2:
                 self._folders.pop(1).cleanup()
+        assert self._engine is not None, "it was loaded"
         return self._engine
 
 

@@ -2,19 +2,27 @@
 
 import itertools
 import json
+import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from callboard import LLM, RequestError, SamplingParams, WeightsError
+from callboard import LLM, ConfigError, RequestError, SamplingParams, WeightsError
 from callboard.training import TrainedModel, log_probs, reference_log_probs
-from tests.models.checkpoints import build, save
+from engine.features.weight_updates import planner
+from engine.features.weight_updates.planner import WeightsPlanner
+from engine.features.weight_updates.rank import WeightsRank
+from engine.messages import Step
+from engine.models.model import Model
+from engine.types.versions import mark
+from tests.models.checkpoints import SIZES, build, save
 from tests.workers.executors import send
 
 ROOT = Path(__file__).parents[1]
@@ -220,3 +228,92 @@ def test_a_token_that_the_cuts_leave_out_has_no_probability(trained: TrainedMode
     sequence = list(itertools.islice(itertools.cycle(range(2, 90)), 60))
     (found,) = log_probs(trained, [sequence], CUT.replace(top_k=1))
     assert set(found.detach().tolist()) <= {0.0, -torch.inf}
+
+
+@pytest.mark.parametrize(("variant", "why"), [("gpt-oss", "experts"), ("deepseek-v2", "latents")])
+def test_models_without_such_bits_are_refused(variant: str, why: str) -> None:
+    model = TrainedModel(build(variant), tables())
+    with pytest.raises(ConfigError, match=why):
+        log_probs(model, [PROMPTS[1]])
+
+
+def test_a_model_that_pools_is_refused() -> None:
+    config = transformers.LlamaConfig(**SIZES, num_labels=2)
+    model = TrainedModel(transformers.LlamaForSequenceClassification(config), tables())
+    with pytest.raises(ConfigError, match="generate text"):
+        log_probs(model, [PROMPTS[1]])
+
+
+def test_weights_that_cannot_change_are_loaded_by_another_engine(
+    trained: TrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(rank: WeightsRank) -> None:
+        raise WeightsError("they have a fixed place")
+
+    (before,) = log_probs(trained, [PROMPTS[1]])
+    monkeypatch.setattr(WeightsRank, "_check_fixed", refuse)
+    with torch.no_grad():
+        trained.module.get_parameter("model.norm.weight").mul_(1.1)
+    (after,) = log_probs(trained, [PROMPTS[1]])
+    assert not torch.equal(before, after)
+    assert torch.allclose(after, reference_log_probs(trained.module, [PROMPTS[1]], SamplingParams()), atol=1e-4)
+
+
+def largest(num: int = 2, **more: dict[str, Any]) -> float:
+    """The largest difference in batches under which weights change."""
+    zero = runpy.run_path(str(ROOT / "examples" / "grpo" / "zero.py"))
+    found = list(zero["batches"](zero["MODEL"], num, more))
+    assert any(one.spanning for one in found), "no answer has seen a change"
+    return max(one.difference for one in found)
+
+
+@pytest.mark.slow
+def test_the_difference_is_zero_while_weights_change() -> None:
+    assert largest() == 0.0
+
+
+def no_bump(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner names the version before."""
+    monkeypatch.setattr(planner, "mark", lambda at, version: mark(at, str(int(version) - 1)))
+
+
+def old_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of weights before are found."""
+    monkeypatch.setattr(WeightsPlanner, "_name_weights", lambda self, sequence: None)
+    monkeypatch.setattr(WeightsPlanner, "_forget_pages", lambda self: None)
+
+
+def late_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank changes a step after the others."""
+    take_over, begin = WeightsRank._take_over, WeightsRank.begin
+    late: dict[WeightsRank, list[Model]] = {}
+
+    def waits(rank: WeightsRank, other: Model, **more: bool) -> None:
+        if rank._context.comm.rank:
+            late[rank] = [other, other]
+        else:
+            take_over(rank, other, **more)
+
+    def begins(rank: WeightsRank, step: Step) -> None:
+        begin(rank, step)
+        if models := late.get(rank):
+            other = models.pop()
+            if not models:
+                take_over(rank, other)
+
+    monkeypatch.setattr(WeightsRank, "_take_over", waits)
+    monkeypatch.setattr(WeightsRank, "begin", begins)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [no_bump, old_pages, late_rank])
+def test_the_difference_notices_a_mutant(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    assert largest() > 0.0
+
+
+@pytest.mark.slow
+def test_the_difference_notices_a_kernel_that_the_trainer_does_not_use() -> None:
+    assert largest(model={"numerics": "fast", "quantization": "int8"}, device={"tensor_parallel": 1}) > 0.0

@@ -48,7 +48,7 @@ from engine.kv.events import KVEvent, Tier
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
 from engine.kv.node import Namespace, namespace_seed
 from engine.messages import Finish
-from engine.plugins.encoder.encoder import Axes, Encoder, Tower
+from engine.plugins.encoder.encoder import Axes, BatchTower, Encoder, ToEncode, Tower
 from engine.plugins.hookspecs import (
     API_VERSION,
     AttentionContext,
@@ -65,18 +65,22 @@ from engine.plugins.hookspecs import (
     ParserContext,
     PolicyContext,
     ProposerContext,
+    TransferContext,
     hookimpl,
 )
 from engine.plugins.kv_store.store import KVStore
 from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
+from engine.plugins.transfer.options import CarrierOptions
+from engine.plugins.transfer.transfer import PageCarrier
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
 from engine.scheduling.proposer import DraftModel, Proposer, ProposerSession
 from engine.text.call_reader import CallReader, Reading
+from engine.text.film_files import FilmFile
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
 from engine.text.picture_files import read_picture
-from engine.text.pictures import PictureFormat, PictureLayout
+from engine.text.pictures import FilmFormat, PictureFormat, PictureLayout
 from engine.text.processors import LogitsProcessor, LogitsRows
 from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
@@ -105,10 +109,12 @@ __all__ = [
     "AttentionShape",
     "AttentionSpec",
     "Axes",
+    "BatchTower",
     "CallPiece",
     "CallReader",
     "CallShape",
     "Candidate",
+    "CarrierOptions",
     "ClassifierShape",
     "ColumnLinear",
     "Comm",
@@ -124,6 +130,8 @@ __all__ = [
     "ExpertsShape",
     "FeedForward",
     "Fields",
+    "FilmFile",
+    "FilmFormat",
     "Finish",
     "GatedShape",
     "Grammar",
@@ -160,6 +168,7 @@ __all__ = [
     "Options",
     "OutputPart",
     "PackedWeight",
+    "PageCarrier",
     "ParserContext",
     "Part",
     "PartShape",
@@ -188,10 +197,12 @@ __all__ = [
     "TenantPolicy",
     "Thinking",
     "Tier",
+    "ToEncode",
     "Tool",
     "ToolFormat",
     "ToolParser",
     "Tower",
+    "TransferContext",
     "Unchanged",
     "ValueShape",
     "Waiting",

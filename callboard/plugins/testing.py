@@ -19,6 +19,7 @@ from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.parsers import check_reasoning_parser, check_tool_parser
 from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.proposer import check_proposer
+from engine.plugins.transfer.kit import check_transfer
 
 if TYPE_CHECKING:
     from engine.plugins.proof.attention import TOLERANCES, check_case
@@ -54,6 +55,7 @@ __all__ = [
     "check_reasoning_parser",
     "check_scheduling_policy",
     "check_tool_parser",
+    "check_transfer",
     "read_declaration",
     "through_hook",
 ]

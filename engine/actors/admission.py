@@ -154,7 +154,7 @@ def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatT
         return len(text) // CHARS_PER_TOKEN + 1
     turns = tuple(turns or ())
     pictures = (picture for turn in turns for picture in turn.pictures)
-    num_of_pictures = sum(min(one.width * one.height // PIXELS_PER_TOKEN + 1, MAX_PICTURE_TOKENS) for one in pictures)
+    num_of_pictures = sum(min(one.num_pixels // PIXELS_PER_TOKEN + 1, MAX_PICTURE_TOKENS) for one in pictures)
     return num_of_pictures + (num_chars(turns) + len(tools)) // CHARS_PER_TOKEN + 1
 
 

@@ -8,7 +8,7 @@ step.  Observer hooks are called with what has happened, in batches, between ste
 Every context has ``options``, the plugin's own table in the configuration.  ``docs/plugins.md`` has an example of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.layers.packing import LinearKernel
     from engine.plugins.encoder.encoder import Encoder
     from engine.plugins.kv_store.store import KVStore
+    from engine.plugins.transfer.transfer import PageCarrier
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
     from engine.scheduling.proposer import DraftModel, Proposer
@@ -150,6 +151,18 @@ class KVStoreContext:
     namespace: str
     rank: int = 0
     size: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferContext:
+    """The arguments of a carrier of KV pages.
+
+    receive: called with a message and the bytes after it.  most_bytes: of both.  rank: of the executor."""
+
+    receive: Callable[[bytes, bytes], None]
+    most_bytes: int
+    rank: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -287,6 +300,15 @@ def callboard_kv_store(context: KVStoreContext) -> "KVStore | None":
 
     Called: once per executor, when its KV pool exists.
     Returns: a KVStore, as in ``engine/plugins/kv_store/store.py``.  Raises: PluginError if it cannot run here.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_transfer(context: TransferContext) -> "PageCarrier | None":
+    """Build what carries KV pages to other engines, and from them.
+
+    Called: once per executor, when its KV pool exists.
+    Returns: a PageCarrier, as in ``engine/plugins/transfer/transfer.py``.  Raises: PluginError if it cannot run here.
     """
 
 

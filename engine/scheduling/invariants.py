@@ -14,12 +14,19 @@ from engine.scheduling.rows import Rows, RowTable
 
 
 def check_owners(
-    allocator: PageAllocator, tree: RadixTree, table: RowTable, handles: Mapping[int, Handle], deferred: Iterable[Pages]
+    allocator: PageAllocator,
+    tree: RadixTree,
+    table: RowTable,
+    handles: Mapping[int, Handle],
+    deferred: Iterable[tuple[int, Pages]],
+    num_kept: int,
 ) -> None:
-    """Raise AssertionError unless every page has exactly one owner.  handles: by row.  deferred: wait for a step."""
+    """Raise AssertionError unless every page has exactly one owner.
+
+    handles: by row.  deferred: wait for a step, by its number.  num_kept: prefixes that features keep."""
     allocator.check()
     tree.check()
-    private = [*deferred]
+    private = [pages for _, pages in deferred]
     for row, handle in handles.items():
         own = table.page_table[row, : table.num_pages[row]]
         shared = tree.pages(handle)
@@ -28,7 +35,9 @@ def check_owners(
     held = np.concatenate(private) if private else np.zeros(0, dtype=np.int32)
     assert len(np.unique(held)) == len(held), "a page is held twice"
     num_locks = tree.num_handles
-    assert num_locks == len(handles), f"{num_locks} prefixes are locked, and {len(handles)} rows have one"
+    assert num_locks == len(handles) + num_kept, (
+        f"{num_locks} prefixes are locked, {len(handles)} rows have one, and features keep {num_kept}"
+    )
     total = allocator.num_free + tree.num_cached + len(held)
     assert total == allocator.num_pages, (
         f"free {allocator.num_free} + cached {tree.num_cached} + held {len(held)} != {allocator.num_pages}"

@@ -27,7 +27,7 @@ from engine.scheduling.trees import Trees
 
 
 class PageManager:
-    """Pages by owner, for the rows of one table.  allocator, tree: other parts only read them."""
+    """Pages by owner, for the rows of one table.  allocator, tree: only read by others.  num_kept: features' locks."""
 
     def __init__(self, parts: PlannerParts, strategy: EvictionStrategy) -> None:
         self._limits = limits = parts.limits
@@ -41,6 +41,7 @@ class PageManager:
         self._page_size = limits.page_size
         self._num_behind = limits.lookahead  # tokens after a page that belong to its key
         self._handles: dict[int, Handle] = {}
+        self.num_kept = 0
         self._deferred: deque[tuple[int, Pages]] = deque()
         self._rewrites: list[Appends] = []
 
@@ -123,8 +124,7 @@ class PageManager:
         for released in self._features.released:
             released(row)
         pages = self._table.release(row)
-        handle = self._handles.pop(row)
-        self.tree.unlock(handle)
+        self.tree.unlock(handle := self._handles.pop(row))
         self.allocator.free(pages[handle.num_pages :])
         self._rewrites = [rewrite for rewrite in self._rewrites if rewrite.rows[0] != row]
 
@@ -155,4 +155,4 @@ class PageManager:
 
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner."""
-        check_owners(self.allocator, self.tree, self._table, self._handles, [pages for _, pages in self._deferred])
+        check_owners(self.allocator, self.tree, self._table, self._handles, self._deferred, self.num_kept)

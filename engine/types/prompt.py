@@ -48,6 +48,11 @@ class Picture(_Content, frozen=True):
     detail: str = "auto"
     film: Film | None = None
 
+    @property
+    def num_pixels(self) -> int:
+        """The pixels of all its frames."""
+        return self.width * self.height * (1 if self.film is None else self.film.num_frames)
+
 
 class ChatTurn(_Content, frozen=True):
     """One message of a conversation.

@@ -45,6 +45,7 @@ NOT_SENT_ON = frozenset(
 )  # fmt: skip
 TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another one may not be
 REFUSED = frozenset({*range(400, CLIENT_LEFT), 503})  # before anything was done for a prompt, unless there is a usage
+MORE_HEADERS = web.RequestKey("more_headers", dict[str, str])  # that a replica gets with the request
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MOST_LOSSES = 3  # of replicas, in one stream: it may be what ends them
 GO_ON_WITHIN_S = 30.0
@@ -133,7 +134,7 @@ class Proxy:
             )
         tenant = tenant_of(request.headers, needs_key=self._server.needs_key)
         blocks = self._affinity.blocks(body, tenant, request[EXCHANGE].offered_session) if body else []
-        delivery = _Delivery(request, body, passage, self._session)
+        delivery = Delivery(request, body, passage, self._session)
         tried: list[Replica] = []
         refusal: web.StreamResponse | None = None
         while True:
@@ -150,7 +151,7 @@ class Proxy:
             except _ReplicaLost as error:
                 self._replicas.lose(replica, error, error.url)
                 if delivery.stream is not None:
-                    return await self._go_on(delivery, blocks)
+                    return await self.go_on(delivery, blocks)
                 log.info("request=%s is tried again elsewhere", delivery.id)
                 continue
             if response.status in TRY_ELSEWHERE:
@@ -158,7 +159,7 @@ class Proxy:
                 continue
             return response
 
-    async def _go_on(self, delivery: "_Delivery", blocks: list[bytes]) -> web.StreamResponse:
+    async def go_on(self, delivery: "Delivery", blocks: list[bytes]) -> web.StreamResponse:
         """Let other replicas go on with a stream whose replica is lost, or end it with an error."""
         clock = asyncio.get_running_loop().time
         num_losses, deadline = 1, clock() + self._go_on_within_s
@@ -187,14 +188,16 @@ class Proxy:
         )
 
 
-class _Delivery:
+class Delivery:
     """One request and what its client gets.  stream: the client's, once it has begun."""
+
+    _replica: Replica
 
     def __init__(
         self, request: web.Request, body: bytes, passage: Passage | None, session: aiohttp.ClientSession
     ) -> None:
         self.stream: web.StreamResponse | None = None
-        self._request = request
+        self.request = request
         self._body = body
         self._passage = passage
         self._session = session
@@ -214,7 +217,7 @@ class _Delivery:
         """Send the request, or what is left of it, to a replica.  Returns the stream once it has ended, or a response.
 
         Raises _ReplicaLost."""
-        url, self._exchange.replica = replica.url, replica.name
+        url, self._exchange.replica, self._replica = replica.url, replica.name, replica
         async with await self._open(url) as answer:
             if not answer.headers.get("Content-Type", "").startswith((EVENT_STREAM, LINES)):
                 with _asking(url):
@@ -222,16 +225,16 @@ class _Delivery:
                 if USAGE_HEADER in answer.headers:
                     num_prompt, num_completion = map(int, answer.headers[USAGE_HEADER].split())
                     self._exchange.usage = num_prompt, num_completion
-                return web.Response(status=answer.status, headers=_sent_on(answer.headers), body=whole)
+                return web.Response(status=answer.status, headers=sent_on(answer.headers), body=whole)
             with _asking(url):
                 first = await answer.content.readany()
             if is_new := self.stream is None:
-                self.stream = web.StreamResponse(status=answer.status, headers=_sent_on(answer.headers))
+                self.stream = web.StreamResponse(status=answer.status, headers=sent_on(answer.headers))
             stream = self.stream
             assert stream is not None
             with suppress(ConnectionError):  # of a client that has gone
                 if is_new:
-                    await stream.prepare(self._request)
+                    await stream.prepare(self.request)
                 await self._pass_on(url, first, answer.content, stream)
             return stream
 
@@ -250,14 +253,15 @@ class _Delivery:
         return self.stream
 
     async def _open(self, url: str) -> aiohttp.ClientResponse:
-        headers, body = _sent_on(self._request.headers), self._body
+        headers, body = sent_on(self.request.headers), self._body
         headers[REQUEST_ID_HEADER] = self.id
+        headers.update(self.request.get(MORE_HEADERS, NO_HEADERS))
         if self._passage is not None:
             headers["Content-Type"], body = ROUTED_TYPE, self._passage.body()
         with _asking(url):
             return await self._session.request(
-                self._request.method,
-                URL(url + self._request.rel_url.raw_path_qs, encoded=True),  # as it came, and as it was matched
+                self.request.method,
+                URL(url + self.request.rel_url.raw_path_qs, encoded=True),  # as it came, and as it was matched
                 headers=headers,
                 data=body or None,
                 allow_redirects=False,
@@ -273,6 +277,8 @@ class _Delivery:
                 told = chunk if passage is None else passage.take(chunk)
             if told:
                 await stream.write(told)
+            if self._replica.moves and self.can_go_on and passage is self._passage:
+                raise _ReplicaLost("its rows move", url)
             with _asking(url):
                 chunk = await content.readany()
         if passage is not None:
@@ -309,5 +315,5 @@ def _check_path(request: web.Request) -> None:
         raise RequestError(reason, code="malformed_path")
 
 
-def _sent_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+def sent_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_SENT_ON)

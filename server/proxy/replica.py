@@ -35,7 +35,7 @@ class Replica:
     """One replica.  num_open: requests that it was sent and that have not ended.  num_lost: how often it was lost.
 
     open_blocks: of the prompts of those.  num_starts: how often it was started again after a stop.
-    settled: it is ready, or cannot be started any more."""
+    settled: it is ready, or cannot be started any more.  moves: its streams go on elsewhere now."""
 
     name: str
     url: str = ""
@@ -45,6 +45,7 @@ class Replica:
     num_sent: int = 0
     num_lost: int = 0
     num_starts: int = 0
+    moves: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -18,7 +18,6 @@ from tests.models.checkpoints import build, save
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "graphs": ({"graphs": {"mode": "compiled"}}, "graphs.mode=compiled: no compiler takes recurrent"),
     "pages": ({"kv": {"page_size": 1}, "plugins": {"proposer": "ngram"}}, "kv.page_size=1: plugins.proposer=ngram"),
-    "store": ({"plugins": {"kv_store": "files"}}, "plugins.kv_store=files: pages return without the states"),
 }
 
 

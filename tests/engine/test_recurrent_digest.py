@@ -36,6 +36,7 @@ CONFIG: dict[str, Any] = {
     "kv": {"num_pages": 512},
 }
 PROPOSER = {"plugins": {"proposer": "ngram"}}
+STORE = {"scheduler": {"max_running": 4}, "kv": {"num_pages": 24}, "plugins": {"kv_store": "files"}}
 HOST = {"scheduler": {"max_running": 4}, "kv": {"num_pages": 24, "num_host_pages": 512}}
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
@@ -47,6 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "with proposed tokens": PROPOSER,
     "on two ranks": {"device": {"threads": 1, "tensor_parallel": 2}},
     "from the host": HOST,
+    "from a store": STORE,
     "killed twice, from the host, with proposed tokens": {**HOST, **PROPOSER, "placement": {"executor": "process"}},
 }
 
@@ -135,15 +137,18 @@ def kills(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("half_right", "kills")
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way]])
-def test_all_ways_have_one_digest(checkpoint: Path, expected: Served, way: str) -> None:
+def test_all_ways_have_one_digest(checkpoint: Path, expected: Served, way: str, tmp_path: Path) -> None:
     if way == "on two ranks" and checkpoint.name.startswith(OTHER_BITS_ON_TWO_RANKS):
         pytest.skip("ranks add up the squares of this family's norm")
-    served = serve(checkpoint, WAYS[way])
+    tables = WAYS[way]
+    if tables is STORE:
+        tables = {**STORE, "plugins": {**STORE["plugins"], "options": {"kv_store.files": {"path": str(tmp_path)}}}}
+    served = serve(checkpoint, tables)
     assert served.digests == expected.digests
     assert served.num_restarts == (2 if "placement" in WAYS[way] else 0)
-    if WAYS[way] is HOST:
+    if WAYS[way] in (HOST, STORE):
         assert served.num_cached > 100, "hardly more is cached than without a host tier, which gives 16"
-    if "plugins" in WAYS[way]:
+    if WAYS[way].get("plugins") == PROPOSER["plugins"]:
         assert served.num_proposed > served.num_accepted > 0
 
 

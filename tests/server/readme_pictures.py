@@ -1,9 +1,11 @@
-"""Makes README's pictures of the page: a still one and one that moves, of the demo model under its own load.
+"""Makes the documentation's pictures of the page: a still one and one that moves, of the demo model under its own load,
+and one of the playground with a picture in the next message.
 
     pip install pillow playwright        # and a Chromium on the PATH
-    python -m tests.server.readme_pictures
+    python -m tests.server.readme_pictures [playground]
 
-Takes two minutes, and writes docs/page.webp and docs/page_live.webp.
+Takes two minutes, and writes docs/page.webp, docs/page_live.webp and docs/page_picture.webp; with ``playground`` the
+last one alone.
 """
 
 import base64
@@ -15,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
+from tests.extensions.images.pictures import seeing
 from tests.ports import free_port
 from tests.server.browser_tab import Tab, launched, playwright
 from tests.server.http_client import ask
@@ -28,6 +31,15 @@ LEAST_FRAME_S = 0.12
 SIZE = {"width": 1440, "height": 1530}
 FILM_SIZE = {"width": 1300, "height": 1330}
 FILM_SCALE = 0.62
+PLAYGROUND_SIZE = {"width": 1100, "height": 760}
+DROP = """(picture) => {
+  const bytes = Uint8Array.from(atob(picture), (letter) => letter.charCodeAt(0));
+  const file = new File([bytes], "clock.png", { type: "image/png" });
+  const dropped = new DataTransfer();
+  dropped.items.add(file);
+  document.querySelector("#prompt").form.dispatchEvent(
+    new DragEvent("drop", { bubbles: true, cancelable: true, dataTransfer: dropped }));
+}"""
 SETTINGS = ("kv.num_pages=200", "scheduler.max_running=8")
 
 
@@ -62,7 +74,39 @@ def film(page: "playwright.Page") -> tuple[list[Image.Image], list[int]]:
     return [frame.resize(size, Image.Resampling.LANCZOS) for frame in frames[:-1]], shown_ms
 
 
+def clock() -> bytes:
+    """A picture of a station's clock."""
+    image, file = Image.new("RGB", (240, 180), (72, 104, 140)), io.BytesIO()
+    pen = ImageDraw.Draw(image)
+    pen.rectangle((0, 150, 240, 180), fill=(90, 84, 78))
+    pen.ellipse((60, 15, 180, 135), fill=(250, 250, 246), outline=(30, 30, 30), width=6)
+    for end in ((120, 38), (150, 90)):
+        pen.line(((120, 75), end), fill=(30, 30, 30), width=6)
+    pen.ellipse((114, 69, 126, 81), fill=(190, 40, 40))
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def picture_playground(browser: "playwright.Browser") -> None:
+    """Write the playground with a picture that was dropped, of a server whose model sees."""
+    options = {"viewport": PLAYGROUND_SIZE, "color_scheme": "dark", "reduced_motion": "reduce"}
+    with seeing() as live, Tab(browser, f"http://127.0.0.1:{live.port}", **options) as page:
+        page.fill("#prompt", "What time is it at this station?")
+        page.evaluate(DROP, base64.b64encode(clock()).decode())
+        page.wait_for_selector("img.thumbnail")
+        still = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    still.save(ROOT / "docs" / "page_picture.webp", quality=82, method=6)
+
+
 def main() -> None:
+    with launched() as browser:
+        picture_playground(browser)
+    if "playground" not in sys.argv[1:]:
+        picture_engine()
+
+
+def picture_engine() -> None:
+    """Write the pictures of the demo model under load."""
     port = free_port()
     command = [sys.executable, "-m", "server.cli", "serve", "examples/demo.toml", "--port", str(port)]
     settings = [word for setting in SETTINGS for word in ("--set", setting)]

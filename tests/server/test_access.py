@@ -29,7 +29,9 @@ from tests.server.test_keys import BOTH, Clock, bearer, keys_in
 CHANGING = ("/apply", "/sleep", "/wake_up", "/start_profile", "/stop_profile", "/debug/recording",
             "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights", "/update_weights_from_disk",
             "/update_weights_from_tensor", "/update_weights_from_distributed", "/update_weights_from_ipc",
-            "/init_weights_update_group", "/pause", "/pause_generation", "/resume", "/continue_generation")  # fmt: skip
+            "/init_weights_update_group", "/pause", "/pause_generation", "/resume", "/continue_generation",
+            "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine",
+            "/release_memory_occupation", "/resume_memory_occupation")  # fmt: skip
 SHOWING = (
     "/metrics",
     "/stats",
@@ -41,6 +43,8 @@ SHOWING = (
     "/is_sleeping",
     "/weight_version",
     "/get_weight_version",
+    "/weight_info",
+    "/get_world_size",
     "/is_paused",
 )
 OPEN = {"/", "/page/{name}", "/health", "/ping", "/ready", "/api/version"}

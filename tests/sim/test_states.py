@@ -1,17 +1,19 @@
 """Runs of models with states: no row goes on from a state that is not its own, and planted bugs are found."""
 
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
 
-from server.extensions.chaos.sim.dice import WITH_STATES
+from server.extensions.chaos.sim.dice import WITH_STATES, draw
 from server.extensions.chaos.sim.mutants import Mutant, planted
 from server.extensions.chaos.sim.run import Sweep, explain, play_seed, sweep
-from server.extensions.chaos.sim.state_mutants import MUTANTS
+from server.extensions.chaos.sim.state_mutants import MUTANTS, a_rejected_token_stays_in_the_state
 from server.extensions.chaos.sim.world import RunOutcome
 
 NUM_QUICK_SEEDS = 10
 NUM_SEEDS = 200
+SEEDS = range(WITH_STATES, WITH_STATES + NUM_SEEDS)
 SHRINK_S = 20.0
 MARKS = (
     "eviction",
@@ -48,10 +50,10 @@ def test_hundreds_of_seeds_pass_and_everything_happens_in_them() -> None:
     assert not (missing := [mark for mark in MARKS if not result.marks[mark]]), missing
 
 
-def first_failure(mutant: Mutant) -> RunOutcome | None:
+def first_failure(mutant: Mutant, seeds: Iterable[int] = SEEDS) -> RunOutcome | None:
     """The first failure of the seeds while the bug is there."""
     with planted(mutant, MUTANTS):
-        outcomes = (play_seed(seed)[0] for seed in range(WITH_STATES, WITH_STATES + NUM_SEEDS))
+        outcomes = (play_seed(seed)[0] for seed in seeds)
         return next((outcome for outcome in outcomes if outcome.failure is not None), None)
 
 
@@ -67,3 +69,12 @@ def test_a_planted_bug_is_found_and_is_what_was_found(mutant: Mutant) -> None:
     failed = first_failure(mutant)
     assert failed is not None, f"{mutant.__name__} survives {NUM_SEEDS} seeds"
     assert failure_without(failed.seed) is None, f"seed {failed.seed} fails without {mutant.__name__} too"
+
+
+@pytest.mark.slow
+def test_so_is_a_rejected_token_of_a_layer_for_multi_token_prediction() -> None:
+    """The device drafts as with a head that reads the model's states: pages are known by pairs of tokens."""
+    heads = [seed for seed in SEEDS if (setup := draw(seed).setup).proposer and setup.drafted]
+    failed = first_failure(a_rejected_token_stays_in_the_state, heads)
+    assert failed is not None, f"it survives the {len(heads)} seeds with a head of {NUM_SEEDS}"
+    assert failure_without(failed.seed) is None

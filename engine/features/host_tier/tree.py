@@ -7,7 +7,7 @@ Nodes on the device form a tree with the roots; host-only nodes hang below them.
 from typing import Any
 
 from engine.features.host_tier.tier import HostTier, Transfer
-from engine.kv.eviction import EvictionStrategy
+from engine.kv.eviction import EvictionStrategy, SortKey
 from engine.kv.match import Match, common_bytes
 from engine.kv.node import SHARED, Handle, Namespace, Node
 from engine.kv.pages import Pages
@@ -74,6 +74,13 @@ class TieredTree(RadixTree):
         node, at = self._revive_along(node, missing, pages, transfer=True)
         self._move(handle, node, start + at // self.page_bytes)
         return handle.num_pages - start
+
+    def next_out(self) -> tuple[SortKey, int] | None:
+        """Return the rank of the candidate that is evicted next, and its pages; None if there is none."""
+        if not self.num_evictable:
+            return None
+        node = self._lock_counts.worst()
+        return self._strategy.rank(node), node.num_pages
 
     def forget(self) -> None:
         if self._events is not None:

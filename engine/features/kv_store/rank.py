@@ -8,23 +8,18 @@ import hashlib
 from collections.abc import Sequence
 from typing import Final
 
-import torch
-
 from engine.actors.runner import Answer
-from engine.checkpoints.fingerprint import fingerprint
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
+from engine.execution.page_contents import page_namespace
 from engine.features.kv_store.messages import NAME, FetchPages
 from engine.features.kv_store.pages import StoredPages, StoredStates
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
-from engine.kernels.levels import levels_here
 from engine.layers.kv_pool import KVPool
 from engine.messages import FeatureRequest, Step
 from engine.plugins.hookspecs import KVStoreContext
-from engine.plugins.kinds import ATTENTION, LINEAR, named
 from engine.plugins.kv_store.kind import KV_STORE
 from engine.plugins.kv_store.store import KVStore
-from engine.settings.own_kernels import kernels_here
 
 BUFFER_BYTES: Final = 256 << 20  # of host memory for pages in transfer from the store, and as many for those to it
 
@@ -85,20 +80,6 @@ class StoreRank(RankFeature):
     def leave(self) -> None:
         """End the threads without a wait."""
         self.pages.close(timeout_s=0.0)
-
-
-def page_namespace(context: RankContext, pool: KVPool) -> bytes:
-    """Return a digest of all that the bytes of a page depend on, except its tokens."""
-    config, comm, page = context.config, context.comm, pool.by_page[0]
-    load_format = config.model.load_format
-    seed = config.device.seed if load_format == "dummy" else None
-    shape = (str(pool.dtype), pool.format.kv_dtype, tuple(page.shape))
-    arithmetic: tuple[object, ...] = (config.model.quantization, config.model.numerics)
-    if config.model.numerics == "invariant":
-        place = (pool.data.device.type, kernels_here(), levels_here("")[0].name, torch.__version__)
-        arithmetic += (*place, named(config.plugins, ATTENTION), named(config.plugins, LINEAR))
-    what = (3, fingerprint(context.spec, load_format), seed, *arithmetic, *shape, comm.rank, comm.size)
-    return hashlib.sha256(repr(what).encode()).digest()
 
 
 def rank_feature(context: RankContext) -> StoreRank | None:

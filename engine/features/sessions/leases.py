@@ -8,6 +8,7 @@ All times are seconds of the caller's clock.
 """
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -64,11 +65,26 @@ class Session:
     until: float = 0.0
 
 
+class _Pauses:
+    """The last pauses, in the order in which they ended and in that of their lengths."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque()
+        self.sorted: list[float] = []
+
+    def append(self, seconds: float) -> None:
+        """Note one, and forget the oldest of too many."""
+        self._last.append(seconds)
+        insort(self.sorted, seconds)
+        if len(self._last) > MOST_PAUSES:
+            del self.sorted[bisect_left(self.sorted, self._last.popleft())]
+
+
 @dataclass(slots=True)
 class _Habits:
     """The pauses of a client's sessions, the last ones, and how many of its sessions have come back."""
 
-    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_PAUSES))
+    pauses: _Pauses = field(default_factory=_Pauses)
     num_sessions: int = 0
     num_returned: int = 0
 
@@ -92,7 +108,7 @@ class Leases:
         self._max_lease_s = options.max_lease_s
         self._budget = options.leased_share * num_pages
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
-        self._pauses: deque[float] = deque(maxlen=MOST_PAUSES)
+        self._pauses = _Pauses()
         self._of_client: OrderedDict[str, _Habits] = OrderedDict()
         self._ends: list[tuple[float, int, Lease]] = []  # a heap of the ends of leases, with their numbers
         self._num_granted = 0
@@ -183,11 +199,20 @@ class Leases:
 
     def expected(self, client: str) -> float:
         """Return how long a pause may take: as the client's did where enough are known, else as those of all."""
-        own = self._habits(client).pauses
-        pauses = own if len(own) >= ENOUGH else self._pauses
-        if len(pauses) < ENOUGH:
-            return FIRST_LEASE_S
-        return sorted(pauses)[math.ceil(SHARE * len(pauses)) - 1]
+        pauses = self._known(client)
+        return pauses[math.ceil(SHARE * len(pauses)) - 1] if len(pauses) >= ENOUGH else FIRST_LEASE_S
+
+    def chance(self, client: str, age: float, within: float) -> float:
+        """Return how many of the pauses that are longer than ``age`` end within so many seconds; 0 if few are known."""
+        pauses = self._known(client)
+        first = bisect_right(pauses, age)
+        if len(pauses) < ENOUGH or first == len(pauses):
+            return 0.0
+        return (bisect_right(pauses, age + within) - first) / (len(pauses) - first)
+
+    def _known(self, client: str) -> list[float]:
+        own = self._habits(client).pauses.sorted
+        return own if len(own) >= ENOUGH else self._pauses.sorted
 
     def _habits(self, client: str) -> _Habits:
         found = self._of_client.setdefault(client, _Habits())

@@ -11,7 +11,8 @@ from typing import Final
 import msgspec
 
 from engine.features.sessions.leases import Leases, Session, SessionKey
-from engine.kv.node import Handle
+from engine.features.sessions.returns import Pause, Returns
+from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.messages import Admit
 from engine.plugins.eviction.lease import LeaseOptions, leased
@@ -20,6 +21,7 @@ from engine.plugins.kinds import named
 from engine.plugins.options import decode_options
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Sequence
+from engine.scheduling.step_builder import StepBuilder
 from engine.types.prompt import RequestPart
 
 NAME: Final = "sessions"
@@ -55,10 +57,14 @@ class SessionNote:
 class SessionsPlanner(PlannerFeature):
     """The sessions of one planner's rows."""
 
-    def __init__(self, parts: PlannerParts, leases: Leases) -> None:
+    def __init__(self, parts: PlannerParts, leases: Leases, *, fetches: bool = True) -> None:
         self._clock = parts.clock
         self._pages = parts.pages
+        self._table = parts.table
+        self._num_behind = parts.limits.lookahead
         self._leases = leases
+        # A state is at few of a prefix's pages, so its pages alone are of no use to a hybrid model.
+        self._returns = Returns(parts.pages, leases) if fetches and not parts.limits.state_bytes else None
         self._of_row: dict[int, SessionNote] = {}
         self._since = (parts.clock(), 0)  # a time, and the step that was planned then
         self._rate = 0.0  # steps per second before that
@@ -67,6 +73,8 @@ class SessionsPlanner(PlannerFeature):
         if (part := message.parts.get(NAME)) is not None:
             now, key = self._clock(), SessionKey(sequence.origin.client, part.digest)
             sequence.notes[NAME] = SessionNote(key, self._leases.begin(key, now), ttl_of(part))
+            if self._returns is not None:
+                self._returns.end(key)
             self._steps_per_second(now, self._pages.tree.now)  # so that an idle time before it is left out
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
@@ -87,7 +95,19 @@ class SessionsPlanner(PlannerFeature):
         now, step = self._clock(), self._pages.tree.now
         note.lease_s = self._leases.grant(note.key, handle, note.ttl_s, now)
         if note.lease_s:
-            handle.priority = leased(step + round(note.lease_s * self._steps_per_second(now, step)))
+            until = step + round(note.lease_s * self._steps_per_second(now, step))
+            handle.priority = leased(until)
+            sequence = self._table.sequences[row]
+            if self._returns is not None and sequence is not None:
+                num_tokens = handle.num_pages * self._pages.tree.page_size + self._num_behind
+                prefix = self._pages.tree.key(self._table.tokens[row, :num_tokens])
+                space = Namespace(sequence.cache_salt, sequence.weights)
+                self._returns.begin(note.key, Pause(note.session, prefix, space, now, until, sequence.request_id))
+
+    def plan(self, step: StepBuilder) -> None:
+        """Let prefixes on the host come back with the step."""
+        if self._returns is not None:
+            self._returns.fetch(self._clock())
 
     def ended(self, sequence: Sequence) -> None:
         if (note := sequence.notes.get(NAME)) is not None:
@@ -97,11 +117,14 @@ class SessionsPlanner(PlannerFeature):
         """Forget the rows, and end all leases: the cache is empty."""
         self._of_row.clear()
         self._leases.clear()
+        if self._returns is not None:
+            self._returns.clear()
         return []
 
     def gauges(self) -> dict[str, int]:
         self._leases.expire(self._clock())
-        return {"leased_pages": self._leases.num_held}
+        num_fetched = 0 if self._returns is None else self._returns.num_fetched
+        return {"leased_pages": self._leases.num_held, "fetched_pages": num_fetched}
 
     def _steps_per_second(self, now: float, step: int) -> float:
         since, step_then = self._since
@@ -123,4 +146,4 @@ def planner_feature(context: FeatureContext) -> NewFeature | None:
         return None
     given = context.config.plugins.options.get("eviction.lease", {})
     options = decode_options("eviction.lease", given, LeaseOptions)
-    return lambda parts: SessionsPlanner(parts, Leases(parts.limits.num_pages, options))
+    return lambda parts: SessionsPlanner(parts, Leases(parts.limits.num_pages, options), fetches=options.fetches)

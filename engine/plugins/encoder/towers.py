@@ -10,7 +10,7 @@ are computed at once where the files go one way.
 import inspect
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,13 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 OF_TEXT = re.compile(r"language_model|text_model|lm_head")
 PIXELS = ("pixel_values", "pixel_values_videos")
 ON_DEVICE = (*PIXELS, "pixel_attention_mask", "image_position_ids")
+# The dimension of tiles that do not depend on each other.  On a CPU they are computed one by one: the numbers of a tile
+# stay in its caches, and memory is used again, which for all of them would be new to each operation.
+TILES = {
+    "Idefics3ForConditionalGeneration": 1,
+    "InternVLForConditionalGeneration": 0,
+    "SmolVLMForConditionalGeneration": 1,
+}
 SMALL_VOCABULARY = 64  # of the language model that is built without layers, and dropped
 # from_pretrained replaces methods of transformers' classes for all threads while it loads, and puts back what it found.
 # Two loads at once, of ranks that are threads, would leave a replacement in place.
@@ -51,6 +58,7 @@ class TransformersTower:
         """Load the weights.  arguments: of the image processor, by way.  Raises WeightsError."""
         self._arguments = arguments
         self._films = films
+        self._tiles = TILES.get(architecture) if device == "cpu" else None
         self._device = device
         try:
             self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
@@ -99,9 +107,20 @@ class TransformersTower:
         inputs = {name: one.to(self._device) if name in ON_DEVICE else one for name, one in found.items()}
         pixels = next(name for name in PIXELS if name in inputs)
         inputs[pixels] = inputs[pixels].to(self._model.dtype)
-        output = features(**inputs, return_dict=True)
-        deep = getattr(output, "deepstack_features", None) or ()
-        return torch.stack([_joined(one) for one in (output.pooler_output, *deep)])
+        found_LND = []
+        for part in self._parts(inputs):
+            output = features(**part, return_dict=True)
+            deep = getattr(output, "deepstack_features", None) or ()
+            found_LND.append(torch.stack([_joined(one) for one in (output.pooler_output, *deep)]))
+        return torch.cat(found_LND, dim=1)
+
+    def _parts(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the inputs of what is computed at once."""
+        if self._tiles is None:
+            yield inputs
+            return
+        for number in range(inputs["pixel_values"].shape[self._tiles]):
+            yield {name: one.narrow(self._tiles, number, 1) for name, one in inputs.items()}
 
 
 def _joined(rows: Any) -> Tensor:

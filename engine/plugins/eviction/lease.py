@@ -26,10 +26,12 @@ def leased(until: int) -> int:
 class LeaseOptions(Options, frozen=True):
     """Options of the plugin, which the leases of sessions keep to.
 
-    max_lease_s: the longest lease.  leased_share: of the pool, for the leases of all clients that have some."""
+    max_lease_s: the longest lease.  leased_share: of the pool, for the leases of all clients that have some.
+    fetches: whether prefixes that wait in host memory come back before their sessions are expected."""
 
     max_lease_s: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
     leased_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    fetches: bool = True
 
 
 class LeaseOrder:

@@ -10,3 +10,5 @@ def add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--replicas", type=count, metavar="N", help="serve N engines behind one router")
     on = "what runs the replicas: Ray, on all machines of its cluster (default: ray)"
     serve.add_argument("--on", choices=["ray"], help=on)
+    fleet = "name of replicas that outlive this router: others with the same one send requests to them too"
+    serve.add_argument("--fleet", metavar="NAME", help=fleet)

@@ -37,15 +37,16 @@ class ReplicasExtension(Extension):
             route.more_parts = parts_of
 
     def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
-        if parsed.replicas is None and parsed.on is None:
+        if parsed.replicas is None and parsed.on is None and parsed.fleet is None:
             return None
         from server.extensions.replicas.ray_fleet import serve_on_ray
 
         if isinstance(config, SeveralModels):
             raise ConfigError(f"{parsed.target}: replicas are of one model, and it has [[models]]")
         if parsed.replicas is None:
-            raise ConfigError(f"--on {parsed.on} runs replicas; --replicas N says how many")
-        return Serving(lambda: serve_on_ray(config, parsed.replicas), "replicas", (config,))
+            given = f"--on {parsed.on}" if parsed.fleet is None else f"--fleet {parsed.fleet}"
+            raise ConfigError(f"{given} runs replicas; --replicas N says how many")
+        return Serving(lambda: serve_on_ray(config, parsed.replicas, parsed.fleet), "replicas", (config,))
 
 
 EXTENSION = ReplicasExtension()

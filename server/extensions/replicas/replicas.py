@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import aiohttp
 import msgspec
@@ -45,6 +45,15 @@ class Fleet(Protocol):
 
     def close(self) -> None:
         """End them all."""
+        ...
+
+
+@runtime_checkable
+class LastingFleet(Fleet, Protocol):
+    """A fleet whose replicas other routers use too, so that they outlive each of them."""
+
+    async def is_running(self, number: int) -> bool:
+        """Returns whether another router has started a replica that was stopped."""
         ...
 
 
@@ -116,6 +125,13 @@ class Replicas:
         replica.state = State.STOPPED
         log.info("%s is stopped: %d requests were open", replica.name, replica.num_open)
 
+    async def leave(self, replica: Replica) -> None:
+        """End a replica with its only router; one that others use finishes what this router has sent it."""
+        if not isinstance(self._fleet, LastingFleet):
+            await self.drain(replica)
+        elif replica.num_open:
+            await replica.idle.wait()
+
     async def undrain(self, replica: Replica) -> None:
         """Send a replica requests again, once it is ready.  It is started if it was stopped; no drain of it may run."""
         if self.is_leaving:
@@ -147,6 +163,9 @@ class Replicas:
     async def watch(self, replica: Replica) -> None:
         """Keep finding out where a replica is and whether it is ready."""
         while True:
+            if replica.state is State.STOPPED and await self._is_running(replica):
+                log.info("%s was started by another router", replica.name)
+                self._set_starting(replica)
             if replica.state is State.STARTING:
                 await self._find(replica)
             if replica.state in (State.STARTING, State.READY):
@@ -170,6 +189,9 @@ class Replicas:
                         continue
             epoch, version = "", 0
             await asyncio.sleep(self._check_every_s)
+
+    async def _is_running(self, replica: Replica) -> bool:
+        return isinstance(self._fleet, LastingFleet) and await self._fleet.is_running(self.all.index(replica))
 
     async def _find(self, replica: Replica) -> None:
         num_starts = replica.num_starts

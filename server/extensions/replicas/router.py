@@ -156,33 +156,45 @@ async def _logged(work: Coroutine[None, None, None]) -> None:
         log.exception("draining or restarting replicas has failed; GET /replicas says how they are")
 
 
-async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
+async def route(
+    config: Config,
+    fleet: Fleet,
+    listener: socket.socket,
+    new_replicas: type[Replicas] = Replicas,
+    new_proxy: type[Proxy] = Proxy,
+) -> None:
+    """Serve until SIGTERM or SIGINT; then the replicas are drained and end, unless other routers use them."""
     stop_requested = listen_for_signals(
         partial(log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
     )
     with closing(fleet):
-        async with routing(config, fleet, listener) as replicas:
+        async with routing(config, fleet, listener, new_replicas, new_proxy) as replicas:
             await stop_requested.wait()
             replicas.is_leaving = True
             log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
             try:
                 async with asyncio.timeout(config.server.drain_timeout_s), asyncio.TaskGroup() as draining:
                     for replica in replicas.all:
-                        draining.create_task(replicas.drain(replica))
+                        draining.create_task(replicas.leave(replica))
             except TimeoutError:
                 log.warning("draining: %d requests end unfinished", sum(one.num_open for one in replicas.all))
 
 
 @asynccontextmanager
-async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> AsyncIterator[Replicas]:
+async def routing(
+    config: Config,
+    fleet: Fleet,
+    listener: socket.socket,
+    new_replicas: type[Replicas] = Replicas,
+    new_proxy: type[Proxy] = Proxy,
+) -> AsyncIterator[Replicas]:
     """Let the router listen for as long as the context lasts; gives the replicas."""
     server = config.server
     async with new_session(fleet.headers) as session, AsyncExitStack() as stack:
         affinity = PrefixAffinity()
         policy = routing_named(ReplicasSettings.of(config).routing)
-        replicas = Replicas(fleet, session, affinity, server.drain_timeout_s, policy)
-        proxy = Proxy(server, replicas, session, affinity, Rates(config.limits))
+        replicas = new_replicas(fleet, session, affinity, server.drain_timeout_s, policy)
+        proxy = new_proxy(server, replicas, session, affinity, Rates(config.limits))
         app = _application(server, replicas, session, proxy)
         runner = HttpRunner(app, server, Traffic())
         stack.push_async_callback(runner.cleanup)

@@ -1,4 +1,4 @@
-"""The secret of a fleet: a router draws it, sends it with all that it asks of replicas, and they take nothing without.
+"""The secret of a fleet: a router sends it with all that it asks of replicas, and they take nothing without.
 
 Owns: the secret, its header, what replicas hold requests to; keys as replicas are given them.
 Does not know: how replicas are started.  They get the secret's digest alone, and the digests of keys: what places them
@@ -23,12 +23,13 @@ SECRET_BYTES = 32
 
 
 class FleetSecret:
-    """The secret that a router and its replicas share.
+    """The secret that a router and its replicas share: drawn, or made of a key that all routers of a fleet have.
 
     headers: sent with each request to a replica.  digest: the form in which a replica keeps it."""
 
-    def __init__(self) -> None:
-        secret = secrets.token_hex(SECRET_BYTES)
+    def __init__(self, key: str = "", fleet: str = "") -> None:
+        drawn = secrets.token_hex(SECRET_BYTES)
+        secret = hmac.digest(key.encode(), b"fleet/" + fleet.encode(), "sha256").hex() if key else drawn
         self.headers = {HEADER: secret}
         self.digest = _digest(secret)
 

@@ -8,7 +8,10 @@ import struct
 import zlib
 from collections.abc import Iterator
 from functools import cache
+from io import BytesIO
 from typing import NamedTuple
+
+from PIL import Image
 
 from tests.extensions.images.pictures import picture
 
@@ -24,12 +27,18 @@ OTHERS = (
 
 
 class Hostile(NamedTuple):
-    """A file.  refused: it must be; None where it may be a picture."""
+    """A file.  refused: it must be; None where it may be a picture.  moves: it is sent as a video."""
 
     kind: str
     data: bytes
     media_type: str = ""
     refused: bool | None = True
+    moves: bool = False
+
+    @property
+    def field(self) -> str:
+        """The field that it is sent in."""
+        return "video_url" if self.moves else "image_url"
 
 
 def hostile(count: int, seed: int) -> Iterator[Hostile]:
@@ -164,7 +173,57 @@ def _many_parts(rng: random.Random) -> Hostile:
     return Hostile("many parts", rng.choice((scans, comments, chunks)))
 
 
+def _film(form: str, count: int, size: tuple[int, int]) -> bytes:
+    """Frames that differ, of a file that moves."""
+    first, *others = (Image.new("RGB", size, (number % 256, number // 256, 9)) for number in range(count))
+    file = BytesIO()
+    first.save(file, form, save_all=True, append_images=others, duration=40)
+    return file.getvalue()
+
+
+@cache
+def _long_films() -> tuple[bytes, ...]:
+    """Films of small files whose frames are too many, or too large together."""
+    return _film("GIF", 900, (8, 8)), _film("GIF", 30, (1600, 1400)), _film("PNG", 800, (8, 8))
+
+
+def _bomb_film(rng: random.Random) -> Hostile:
+    data = rng.choice(_long_films())
+    if rng.random() < 0.3:  # a PNG that says that it has four thousand million frames
+        film = bytearray(_film("PNG", 3, (8, 8)))
+        at = film.index(b"acTL") + 4
+        film[at : at + 4] = b"\xff" * 4
+        film[at + 8 : at + 12] = struct.pack(">I", zlib.crc32(film[at - 4 : at + 8]))
+        data = bytes(film)
+    return Hostile("film too long", data, moves=True)
+
+
+def _larger_later(rng: random.Random) -> Hostile:
+    """A GIF of which a later frame is larger than the first."""
+    data = bytearray(_film("GIF", 4, (16, 16)))
+    at = data.rindex(b"\x2c\0\0\0\0")
+    data[at + 5 : at + 9] = struct.pack("<HH", rng.randrange(9000, 65535), rng.randrange(9000, 65535))
+    return Hostile("larger later", bytes(data), moves=True)
+
+
+def _broken_film(rng: random.Random) -> Hostile:
+    data = bytearray(_film(rng.choice(("GIF", "WEBP", "PNG")), rng.randrange(2, 9), (24, 24)))
+    for _ in range(rng.randrange(1, 40)):
+        data[rng.randrange(8, len(data))] = rng.randrange(256)
+    return Hostile("film with flipped bits", bytes(data), refused=None, moves=True)
+
+
+def _no_film(rng: random.Random) -> Hostile:
+    containers = (
+        b"\0\0\0\x18ftypmp42" + bytes(60),
+        b"\x1aE\xdf\xa3" + bytes(60),
+        b"RIFF\x40\0\0\0AVI LIST" + bytes(60),
+    )
+    still = (picture(form) for form in FORMATS)
+    return Hostile("no film", rng.choice((*containers, *still, *OTHERS)), moves=True)
+
+
 KINDS = (
     _cut, _bomb, _short, _larger_inside, _other, _polyglot, _contradicted, _inflated, _exif, _much_exif, _deep, _cmyk,
-    _thin, _flipped, _many_parts,
+    _thin, _flipped, _many_parts, _bomb_film, _larger_later, _broken_film, _no_film,
 )  # fmt: skip

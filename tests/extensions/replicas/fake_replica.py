@@ -125,3 +125,14 @@ class FakeFleet:
         """The replica dies; ``url`` starts it again, somewhere else."""
         await self.replicas[number].stop()
         self.replicas[number].url = ""
+
+
+class FakeLastingFleet(FakeFleet):
+    """A fleet that another router uses too.  running: replicas that it has started again."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.running: set[int] = set()
+
+    async def is_running(self, number: int) -> bool:
+        return number in self.running

@@ -84,6 +84,9 @@ class TwoEngines:
     async def url(self, number: int) -> str:
         return self._served[number].url
 
+    async def is_running(self, number: int) -> bool:
+        return False
+
     async def stop(self, number: int) -> None: ...
 
     async def start(self, number: int) -> None: ...

@@ -19,6 +19,7 @@ from typing import IO, Any
 import pytest
 
 from tests.pace import far
+from tests.server.http_client import as_operator
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,10 +32,11 @@ SHARED = "def quick_sort(values):\n    if len(values) < 2:\n        return value
 class Router:
     """``callboard serve --replicas 2`` as a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *more: str, **environment: str) -> None:
         command = [sys.executable, "-m", "server.cli", "serve", str(DEMO), "--port", "0", "--replicas", "2"]
-        command += ["--set", "kv.num_pages=512"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command += ["--set", "kv.num_pages=512", *more]
+        given = {**os.environ, **environment}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=given)
         assert self.process.stdout is not None
         self.said: list[str] = []
         url = None
@@ -60,7 +62,8 @@ class Router:
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **as_operator()}
+        request = urllib.request.Request(self.url + path, data, headers)
         with urllib.request.urlopen(request, timeout=far(120)) as response:
             return json.load(response)
 
@@ -79,9 +82,9 @@ def router() -> Iterator[Router]:
     assert running.stop() == 0, "".join(running.said)
 
 
-def complete(router: Router, prompt: str, max_tokens: int = 16) -> dict[str, Any]:
+def complete(router: Router, prompt: str, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
     body = {"model": "callboard-demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    return router.ask("/v1/completions", body)
+    return router.ask("/v1/completions", {**body, **more})
 
 
 def sent(router: Router) -> list[int]:
@@ -156,6 +159,55 @@ def test_one_can_be_drained(router: Router) -> None:
     assert complete(router, "def f(x):")["usage"]["completion_tokens"] == 16
     router.ask("/replicas/replica1/undrain", {})
     router.wait_for(2)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A Ray cluster that no router has started, as variables that lead to it."""
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    port = "6395"
+    start = [*ray, "start", "--head", "--port", port, "--num-cpus", "2", "--include-dashboard", "false"]
+    subprocess.run([*start, "--temp-dir", str(Path("/tmp") / f"ray-{os.getpid()}")], check=True, capture_output=True)
+    try:
+        yield {"RAY_ADDRESS": f"127.0.0.1:{port}", "CALLBOARD_PLACEMENT__CLUSTER_KEY": "k" * 32}
+    finally:
+        subprocess.run([*ray, "stop", "--force"], check=True, capture_output=True)
+
+
+def test_sessions_stay_where_they_are_when_one_of_two_routers_is_killed(cluster: dict[str, str]) -> None:
+    one, other = (Router("--fleet", "shared", **cluster) for _ in range(2))
+    try:
+        for router in (one, other):
+            router.wait_for(2)
+        pids = set(_engine_pids())
+        assert len(pids) == 2, "both have the same replicas"
+        sessions = [f"# {number}\n{SHARED}" for number in range(6)]
+        for number, prompt in enumerate(sessions):
+            complete((one, other)[number % 2], prompt, session_id=f"s{number}")
+        for number, prompt in enumerate(sessions):  # each at the router that has not seen it
+            usage = complete((other, one)[number % 2], prompt + "x = 1\n", session_id=f"s{number}")["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= 64, number
+        one.process.kill()
+        one.process.wait(far(60))
+        for number, prompt in enumerate(sessions):
+            usage = complete(other, prompt + "x = 1\ny = 2\n", session_id=f"s{number}")["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= 64, number
+        assert set(_engine_pids()) == pids
+        late = Router("--fleet", "shared", **cluster)
+        late.wait_for(2)
+        assert late.ask("/replicas/replica0/drain", {})["state"] == "draining"
+        other.wait_for(1)
+        late.wait_for(1)
+        late.ask("/replicas/replica0/undrain", {})
+        for router in (other, late):  # the one that did not start it finds it too
+            router.wait_for(2)
+        assert late.stop() == other.stop() == 0
+        assert len(_engine_pids()) == 2, "replicas outlive their routers"
+        with pytest.raises(AssertionError, match="runs with other settings"):
+            Router("--fleet", "shared", "--set", "scheduler.max_running=3", **cluster)
+    finally:
+        for router in (one, other):
+            router.process.kill()
 
 
 def _engine_pids() -> list[int]:

@@ -28,7 +28,7 @@ from server.proxy.replica import State
 from server.run.app import create_runner
 from server.run.core import all_parts
 from server.run.extension import declared
-from tests.extensions.replicas.fake_replica import FakeFleet
+from tests.extensions.replicas.fake_replica import FakeFleet, FakeLastingFleet
 from tests.pace import far
 from tests.server.http_client import as_operator
 from tests.server.live_server import LiveServer
@@ -55,8 +55,10 @@ class Routed:
 
 
 @asynccontextmanager
-async def routed(size: int = 2, config: Config | None = None) -> AsyncIterator[Routed]:
-    fleet = FakeFleet(size)
+async def routed(
+    size: int = 2, config: Config | None = None, new_fleet: Callable[[int], FakeFleet] = FakeFleet
+) -> AsyncIterator[Routed]:
+    fleet = new_fleet(size)
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         async with (
@@ -489,3 +491,18 @@ async def test_what_a_drained_replica_does_not_finish_in_time_is_finished_by_ano
         await one.until(lambda: one.replicas.all[0].num_open == 1)
         await ask(one, "/replicas/replica0/drain")
         assert [(status, answer["from"]) for status, answer in await asyncio.gather(*asking)] == [(200, "fake1")] * 2
+
+
+async def test_replicas_of_several_routers_outlive_one_and_what_another_router_starts_is_found() -> None:
+    async with routed(new_fleet=FakeLastingFleet) as one:
+        fleet, replica = one.fleet, one.replicas.all[0]
+        assert isinstance(fleet, FakeLastingFleet)
+        await one.replicas.leave(replica)
+        assert (fleet.stopped, replica.state) == ([], State.READY)
+        await one.replicas.drain(replica)
+        await asyncio.sleep(0.05)
+        assert replica.state is State.STOPPED, "nothing has started it"
+        fleet.replicas[0].url = ""
+        fleet.running.add(0)
+        await one.until(lambda: replica.state is State.READY)
+        assert fleet.started == [], "this router has not"

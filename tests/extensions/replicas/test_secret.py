@@ -9,7 +9,7 @@ from aiohttp import web
 from engine.config import Config, build_config
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
-from server.extensions.replicas.ray_fleet import LOOPBACK, config_of_replicas, host_of_replica
+from server.extensions.replicas.ray_fleet import LOOPBACK, config_of_replicas, host_of_replica, terms_of
 from server.extensions.replicas.secret import HEADER, FleetSecret, require_secret, with_hashed_keys
 from server.http.connection import HttpRunner
 from server.http.listener import bind, url_of
@@ -61,3 +61,22 @@ def test_the_address_is_checked_where_the_replica_listens() -> None:
     assert host_of_replica(ServerSection(api_key="k"), "10.0.0.7") == "10.0.0.7"
     with pytest.raises(ConfigError, match=r"a replica at 10\.0\.0\.7 listens on its network: set server\.api_key"):
         host_of_replica(ServerSection(), "10.0.0.7")
+
+
+def test_routers_with_one_key_have_one_secret_for_each_fleet() -> None:
+    one, same, other = FleetSecret("k" * 32, "a"), FleetSecret("k" * 32, "a"), FleetSecret("k" * 32, "b")
+    assert one.headers == same.headers != other.headers
+    assert FleetSecret().digest != FleetSecret().digest
+    assert "k" * 32 not in str(one.headers)
+
+
+def test_routers_agree_on_all_settings_but_where_they_listen() -> None:
+    given = build_config(Config(), {"server": {"port": 1}})
+    same = build_config(Config(), {"server": {"port": 2, "host": "::1"}})
+    others = [
+        build_config(Config(), {"kv": {"num_pages": 77}}),
+        build_config(Config(), {"server": {"api_key": "k" * 32}}),
+    ]
+    assert terms_of(given, 2, "d") == terms_of(same, 2, "d")
+    digests = {terms_of(one, 2, "d") for one in (given, *others)}
+    assert len(digests | {terms_of(given, 3, "d"), terms_of(given, 2, "e")}) == 5

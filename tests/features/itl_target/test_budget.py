@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from engine.features.itl_target.budget import MIN_PREFILL_TOKENS, StepBudget
+from engine.features.itl_target.budget import MIN_PREFILL_TOKENS, MOST_BEYOND, StepBudget
 
 BASE, PER_DECODE, PER_TOKEN = 0.004, 0.00005, 0.0001
 MOST = 2048
 
 
-def taught(target_s: float, noise: float = 0.0) -> StepBudget:
+def taught(target_s: float, noise: float = 0.0, per_token: float = PER_TOKEN) -> StepBudget:
     budget, rng = StepBudget(target_s), np.random.default_rng(0)
     for _ in range(300):
         decodes, tokens = int(rng.integers(0, 64)), int(rng.choice([0, 0, 100, 300, 512]))
-        seconds = BASE + PER_DECODE * decodes + PER_TOKEN * tokens
+        seconds = BASE + PER_DECODE * decodes + per_token * tokens
         budget.observe(decodes, tokens, seconds * (1 + noise * rng.standard_normal()))
     return budget
 
@@ -34,7 +34,9 @@ def test_the_budget_shrinks_as_the_decode_batch_grows() -> None:
 
 
 def test_prompts_never_stand_still_even_if_the_target_is_out_of_reach() -> None:
-    assert taught(0.001).prefill_tokens(8, MOST) == MIN_PREFILL_TOKENS
+    assert taught(0.001).prefill_tokens(8, MOST) == MOST_BEYOND
+    assert taught(0.001, per_token=0.0003).prefill_tokens(8, MOST) == 7, "they add half of the decodes' 4.4 ms"
+    assert taught(0.001, per_token=0.002).prefill_tokens(8, MOST) == MIN_PREFILL_TOKENS
 
 
 def test_without_decodes_the_whole_step_is_free() -> None:

@@ -22,7 +22,7 @@ class Stored(Bench):
         return [FetchPages.of(one) for one in self.planner.outgoing()]
 
     def answer(self, fetch: FetchPages, num_pages: int | None = None, rank: int = 0) -> None:
-        there, _ = self.device.fetch(fetch)
+        there = self.device.fetch(fetch)
         num_pages = there if num_pages is None else num_pages
         self.planner.received(PagesFetched(rank=rank, fetch_id=fetch.fetch_id, num_pages=num_pages).message())
 

@@ -6,7 +6,7 @@ import pytest
 from engine.features.speculation.payoff import Payoff
 from engine.features.speculation.planner import SpeculationPlanner, drafts_of
 from engine.scheduling.completions import InFlight, Wave
-from tests.scheduling.liars import Everything
+from server.extensions.chaos.sim.liars import Everything
 
 Guess = tuple[list[int], list[int]]
 

@@ -1,5 +1,6 @@
 """An EAGLE-3 head changes no token, guesses what the definition guesses, and is refused where it does not fit."""
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from engine.messages import Step
 from engine.types.errors import PluginError, WeightsError
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
 from tests.features.speculation.conftest import Guess
-from tests.models.checkpoints import SIZES, random_tokens
+from tests.models.checkpoints import SIZES, build, random_tokens, save
 from tests.models.eagle_heads import ReferenceHead, save_head, write_head
 from tests.sampling.borders import clear_of_borders
 
@@ -113,6 +114,20 @@ def test_guesses_are_those_of_the_definition_over_retractions_and_both_tiers(
             found = llm.generate(PROMPTS, GREEDY)
             assert [one.token_ids for one in found] == [tokens for tokens, _ in plain[0]]
     as_defined(guesses, ReferenceHead(model, head))
+
+
+@pytest.mark.slow
+def test_a_head_of_a_model_with_recurrent_layers(tmp_path: Path, guesses: list[Guess]) -> None:
+    """A wrong token leaves the states of the model, and what the head reads of a row is that of its right tokens."""
+    hybrid = build("qwen3-5")
+    directory = save(hybrid, tmp_path / "model")
+    own = save_head(hybrid, tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    with engine(directory, None) as llm, clear_of_borders():
+        expected = said(llm, PROMPTS, GREEDY)
+    with engine(directory, own) as llm, clear_of_borders():
+        for _ in range(2):
+            same(said(llm, PROMPTS, GREEDY), expected)
+    as_defined(guesses, ReferenceHead(hybrid, own))
 
 
 @pytest.mark.slow
@@ -294,3 +309,21 @@ def test_drafting_that_finds_no_room_is_left_out(
         assert llm._system.executors.num_restarts == 0
     assert [one.token_ids for one in found] == [tokens for tokens, _ in plain[0]]
     assert len(passes) > 20
+
+
+def test_after_an_update_guesses_are_made_with_the_new_embedding(
+    model: transformers.PreTrainedModel, directory: Path, head: Path, guesses: list[Guess], tmp_path: Path
+) -> None:
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for parameter in changed.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    changed.save_pretrained(tmp_path)
+    with engine(directory, head) as llm:
+        llm.generate(PROMPTS[:2], GREEDY)
+        as_defined(guesses, ReferenceHead(model, head))
+        guesses.clear()
+        llm.weights.update(tmp_path)
+        llm.generate(PROMPTS[:2], GREEDY)
+    as_defined(guesses, ReferenceHead(changed, head))

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from callboard import LLM, Completion, SamplingParams
+from engine.features.kv_store.pages import StoredPages
+from engine.features.kv_store.records import PageRecords
 from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.messages import Proposals
 from engine.features.speculation.payoff import Payoff
@@ -109,6 +111,29 @@ def test_so_do_evicted_ones(checkpoint: Path, alone: list[list[list[int]]], monk
         found = [*turns(llm)]
     assert [tokens(one) for one in found] == alone
     assert sum(map(sum, map(cached, found))) > 0
+
+
+def test_so_do_those_that_come_from_a_store(
+    checkpoint: Path, alone: list[list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine finds what another one has stored: pages that are worth a wait, and the state behind the last one."""
+    store = {"kv_store": "files", "options": {"kv_store.files": {"path": str(tmp_path)}}}
+    for expected in ([0, 36, 36, 36], [36] * 4):
+        with engine(checkpoint, plugins=store) as llm:
+            first, *others = turns(llm)
+        assert [tokens(one) for one in (first, *others)] == alone
+        assert cached(first) == expected
+    load = StoredPages._load
+
+    def nothing(self: StoredPages, place: PageRecords, page_hash: bytes, fetch: Any) -> torch.Tensor | None:
+        found = load(self, place, page_hash, fetch)
+        if self._states is not None and place is self._states.records and found is not None:
+            found.zero_()
+        return found
+
+    monkeypatch.setattr(StoredPages, "_load", nothing)
+    with engine(checkpoint, plugins=store) as llm:
+        assert [tokens(one) for one in turns(llm)] != alone
 
 
 def test_so_do_those_that_come_back_from_the_host(

@@ -1,22 +1,29 @@
 """After an update an engine gives, bit for bit, what one gives that was started with the new weights."""
 
 import contextlib
+import gc
+import mmap
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.fingerprint import fingerprint
 from engine.control.changeover import Changeover
 from engine.features.weight_updates import rank
+from engine.features.weight_updates.deltas import difference
+from engine.features.weight_updates.memory import parts_of, write_tensors
 from engine.features.weight_updates.planner import WeightsPlanner
+from engine.features.weight_updates.rank import WeightsRank
 from engine.llm import Completion
 from engine.types.errors import RequestError, WeightsError
 from tests.models.checkpoints import build, random_tokens, save
@@ -218,3 +225,67 @@ def test_a_pause_ends_with_its_engine(tmp_path: Path, end: str) -> None:
     assert not thread.is_alive()
     llm.close()
     running.join(30)
+
+
+def test_tensors_of_this_process_give_the_bits_of_their_checkpoint(tmp_path: Path) -> None:
+    first, second = checkpoint(tmp_path, "qwen3-tied", 1), checkpoint(tmp_path, "qwen3-tied", 2)
+    new = load_file(second / "model.safetensors")
+    expected = fresh(second, {})
+    with engine(first, {}) as llm:
+        before = said(llm.generate(PROMPTS, GREEDY))
+        old = load_file(first / "model.safetensors")
+        memory = write_tensors(difference(parts_of(old), parts_of(new)), {"base": llm.weights.state.digest})
+        llm.weights.update(new, version="tensors")
+        assert said(llm.generate(PROMPTS, GREEDY)) == expected
+        with pytest.raises(WeightsError, match="is for weights of digest"):
+            llm.weights.update(memory)
+        assert said(llm.generate(PROMPTS, GREEDY)) == expected
+        llm.weights.update({name: one.numpy() for name, one in old.items()})
+        assert said(llm.generate(PROMPTS, GREEDY)) == before
+
+
+@pytest.mark.slow
+def test_an_executor_that_dies_reads_memory_again(tmp_path: Path) -> None:
+    first, second = checkpoint(tmp_path, "llama", 1), checkpoint(tmp_path, "llama", 2)
+    more = {"placement": {"executor": "process"}}
+    expected = fresh(second, more)
+    with engine(first, more) as llm:
+        llm.weights.update(load_file(second / "model.safetensors"))
+        send(signal.SIGKILL)
+        assert said(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_memory_goes_back_to_the_system_by_tags_and_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, ranks = WeightsRank.build, list[WeightsRank]()
+
+    def noted(rank: WeightsRank, *parts: Any) -> None:
+        ranks.append(rank)
+        build(rank, *parts)
+
+    monkeypatch.setattr(WeightsRank, "build", noted)
+    first, second = checkpoint(tmp_path, "llama", 1), checkpoint(tmp_path, "llama", 2)
+    with engine(first, {"kv": {"num_pages": 100_000}}) as llm:
+        expected = said(llm.generate(PROMPTS, GREEDY))
+        (rank,) = ranks
+        (pool,) = rank._pools
+        pool.by_page.fill_(1)
+        weight = weakref.ref(rank._context.model.layers[0].before_attention.weight)  # type: ignore[attr-defined]
+        resident = resident_bytes()
+        assert llm.weights.release("kv_cache").released == ("kv_cache",)
+        assert resident - resident_bytes() > 0.9 * pool.by_page.nbytes
+        assert not pool.by_page.any()
+        assert llm.weights.release("weights").released == ("kv_cache", "weights")
+        gc.collect()
+        assert weight() is None, "the weights are still there"
+        assert llm.weights.regain().released == ()
+        assert said(llm.generate(PROMPTS, GREEDY)) == expected
+        llm.weights.release("weights")
+        llm.weights.update(second)
+        changed = said(llm.generate(PROMPTS, GREEDY))
+    assert changed == fresh(second, {})
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from engine.features.kv_store.planner import StorePlanner
 from engine.features.states.messages import NAME, StateCopies
 from engine.features.states.planner import StatesPlanner
 from engine.features.states.slots import Copy, SnapshotSlots
@@ -210,6 +211,24 @@ def states_of_rows_outlive_the_device(_: Callable[..., Any]) -> Callable[..., An
     return lambda self: []
 
 
+def a_state_is_stored_behind_other_pages(_: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: StorePlanner, node: Node, slot: int) -> None:
+        self._state_saves.append((node.page_hashes[0], slot))
+
+    return mutant
+
+
+def pages_come_from_a_store_without_their_state(_: Callable[..., None]) -> Callable[..., None]:
+    """Pages count that have no state, and the row goes on from what its slot has."""
+
+    def mutant(self: StateTree, handle: Handle, number: int) -> None:
+        slot = self.take_slot()
+        assert slot is not None
+        self.keep(handle, handle.num_pages, slot)
+
+    return mutant
+
+
 def a_slot_that_is_free_is_freed_no_more(_: Callable[..., None]) -> Callable[..., None]:
     return lambda self, slot: None
 
@@ -236,5 +255,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_copy_is_dropped: (StatesPlanner, "_copies_of"),
     snapshots_outlive_the_device: (StateTree, "_clear"),
     states_of_rows_outlive_the_device: (StatesPlanner, "reset"),
+    a_state_is_stored_behind_other_pages: (StorePlanner, "_note_state"),
+    pages_come_from_a_store_without_their_state: (StateTree, "arrive"),
     a_slot_that_is_free_is_freed_no_more: (SnapshotSlots, "free"),
 }

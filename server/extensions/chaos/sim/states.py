@@ -33,7 +33,7 @@ class SimStates:
         self.arrived.clear()
 
     def saved(self, step_id: int, slot: int) -> bytes:
-        """What a slot has before a step that saves it."""
+        """Return what a slot has before a step that saves it."""
         if self._slots[slot] == LOST:
             raise SimIncorrect(f"step {step_id} saves state {slot}, and it is lost")
         return self._slots[slot : slot + 1].tobytes()

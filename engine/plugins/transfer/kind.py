@@ -1,0 +1,8 @@
+"""The kind of what carries KV pages between engines."""
+
+from typing import Final
+
+from engine.plugins.kind import new_kind
+
+TRANSFER: Final = "transfer"
+KIND: Final = new_kind(TRANSFER, "transfer", "shared_memory tcp", moves_pages=True)

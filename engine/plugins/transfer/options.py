@@ -1,0 +1,28 @@
+"""The options that every carrier of KV pages has.
+
+Owns: their defaults.  Does not know: how a carrier works.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from engine.plugins.options import Options
+
+
+class CarrierOptions(Options, frozen=True, kw_only=True):
+    """Options of every carrier.
+
+    name: of this engine among the others.
+    timeout_s: longest wait of a prompt for its pages; it is computed from where they end then.
+    lease_s: how long pages stay for an engine that was offered them or fetches them, after its last message.
+    lent_share: most of the pool's pages that are kept for other engines.
+    group_kb: kilobytes of pages in one message, or one page if that is more.
+    buffer_mb: megabytes of pages from others that wait for a step."""
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,48}$")] = "engine"
+    timeout_s: Annotated[float, Meta(gt=0)] = 5.0
+    lease_s: Annotated[float, Meta(gt=0)] = 10.0
+    lent_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    group_kb: Annotated[int, Meta(ge=1)] = 1024
+    buffer_mb: Annotated[int, Meta(ge=1)] = 256
