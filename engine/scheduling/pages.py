@@ -47,8 +47,7 @@ class PageManager:
 
     def use(self, kind: type[RadixTree], **arguments: object) -> None:
         """Use an empty tree of one more kind (``Trees.also``)."""
-        tree, self.tree = self.tree, self._trees.also(kind, **arguments)
-        self.tree.new_pages, self.tree.new_state = tree.new_pages, tree.new_state
+        self.tree = self._trees.also(kind, self.tree, **arguments)
 
     @property
     def num_available(self) -> int:
