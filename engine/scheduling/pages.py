@@ -32,8 +32,7 @@ class PageManager:
     def __init__(self, parts: PlannerParts, strategy: EvictionStrategy) -> None:
         self._limits = limits = parts.limits
         self._table = parts.table
-        self._features = parts.features
-        self._events = parts.events
+        self._features, self._events = parts.features, parts.events
         self.allocator = PageAllocator(limits.num_pages)
         self._evictions = WatchedEvictions(strategy, parts.events)
         self._trees = Trees(limits, self._evictions)
