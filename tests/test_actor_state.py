@@ -13,6 +13,7 @@ TREES = ("callboard", "engine", "server")
 # Attributes with the name of an actor's attribute, which belong to other objects -> what these are.
 OTHERS = {
     "engine/features/recording/shrinking.py: scheduler.on_plan": "a scheduler without a mailbox, which its owner plays",
+    "engine/features/states/rank.py: states.slot": "the states of a rank's rows, as the rank is built",
     "engine/sampling/constraints.py: row.failure": "a row of a sampler",
     "engine/workers/executors.py: link.slot": "a link, which its own actor makes",
     "engine/workers/group.py: life.ready": "a worker's start",

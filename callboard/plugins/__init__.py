@@ -87,6 +87,7 @@ from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
 from engine.text.tool_format import CallShape, Tool, ValueShape, marked_calls, written_values
 from engine.types.errors import PluginError, RequestError, WeightsError
 from engine.types.params import Grammar
+from engine.types.prompt import Film
 
 if TYPE_CHECKING:
     from engine.graphs.passes import GraphPass
@@ -130,6 +131,7 @@ __all__ = [
     "ExpertsShape",
     "FeedForward",
     "Fields",
+    "Film",
     "FilmFile",
     "FilmFormat",
     "Finish",

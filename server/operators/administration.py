@@ -79,7 +79,7 @@ class AdministrationRoutes:
         return json_reply(AbortAnswer(num_aborted=num_aborted, unknown=unknown))
 
     @operation(
-        "POST GET",
+        "POST",
         "/reset_prefix_cache",
         "client",
         "Forget what is cached.",
@@ -87,9 +87,7 @@ class AdministrationRoutes:
         answer=ResetAnswer,
     )
     async def reset(self, request: web.Request) -> web.Response:
-        """Forget what is cached for the client.  The request's body is not read.  Raises RequestError: 403.
-
-        SGLang's clients send GET."""
+        """Forget what is cached for the client.  The request's body is not read.  Raises RequestError: 403."""
         refuse_foreign_page(request)
         self._clients.forget_cache(request[EXCHANGE].key)
         return json_reply(ResetAnswer())

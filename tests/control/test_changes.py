@@ -24,6 +24,7 @@ def test_every_setting_says_how_it_changes(section: str, key: str) -> None:
 def test_all_settings_of_a_kind_are_these() -> None:
     live = {f"{name}.{key}" for name, key in SETTINGS if changed(SECTIONS[name], key) == "live"}
     scheduler = {"scheduler.prefill_chunk", "scheduler.itl_target_ms", "scheduler.overlap_depth"}
+    scheduler |= {"scheduler.max_weight_versions"}
     limits = {f"limits.{key}" for key in SECTIONS["limits"].__struct_fields__}
     assert live == limits | scheduler | {"plugins.policy"}, "test_changeover.py shows of each that it takes effect"
 

@@ -34,7 +34,7 @@ DEEPSEEK = {
 }  # fmt: skip
 KIMI = {
     "linear_attn_config": {
-        "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 16, "num_heads": 3, "short_conv_kernel_size": 4
+        "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4
     },
     "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True,
     "mla_use_nope": True, "rope_theta": 10000.0, "num_nextn_predict_layers": 0, "head_dim": 16,

@@ -58,6 +58,7 @@ def test_the_page_shows_these_files() -> None:
         "words",
         "casts",
         "memory",
+        "inside",
         "period",
         "table",
         "colours",

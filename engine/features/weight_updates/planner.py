@@ -63,7 +63,7 @@ class WeightsPlanner(PlannerFeature):
         self.present = Weights()
         self.ends: dict[int, str] = {}
         self.pause: Pause | None = None
-        self.given_back: frozenset[Tag] = frozenset()
+        self.given_back: set[Tag] = set()
         self.num_ranks = parts.limits.num_ranks
         self._parts = parts
         self._table = parts.table
@@ -196,7 +196,7 @@ class WeightsPlanner(PlannerFeature):
         """Stay without the memory, or take it again if a rank cannot give it back."""
         self._phase, self._is_free = "", True
         if self._errors:
-            self.given_back, self._has_present = frozenset(), self._has_present and "weights" not in self.given_back
+            self.given_back, self._has_present = set(), self._has_present and "weights" not in self.given_back
         self._end(self._memory, self._errors[0] if self._errors else "")
 
     def blocks(self) -> bool:

@@ -4,7 +4,7 @@ import argparse
 from argparse import ArgumentParser
 from pathlib import Path
 
-from server.arguments import NO_CONFIGURATION, count, picture
+from server.arguments import NO_CONFIGURATION, count, natural, picture, positive
 
 DESCRIPTION = """\
 Runs the service under faults in virtual time and says what it survived.
@@ -48,18 +48,18 @@ def add_commands(commands: "argparse._SubParsersAction[ArgumentParser]") -> None
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=1.0, metavar="M", help="how long to run (default: 1)")
+    parser.add_argument("--minutes", type=positive, default=1.0, metavar="M", help="how long to run (default: 1)")
     parser.add_argument("--runs", type=count, default=0, metavar="N", help="so many runs instead of minutes")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the number of the first run (default: 0)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="the number of the first run (default: 0)")
     parser.add_argument("--jobs", type=count, default=0, metavar="N", help="processes (default: one per processor)")
-    parser.add_argument("--only", type=int, metavar="N", help="one run, by its number")
+    parser.add_argument("--only", type=natural, metavar="N", help="one run, by its number")
     parser.add_argument("--operations", metavar="I,J", help="with --only: these operations of the run alone")
-    parser.add_argument("--order", type=int, default=0, help="with --only: the same with other delays on the links")
+    parser.add_argument("--order", type=natural, default=0, help="with --only: the same with other delays on the links")
     parser.add_argument("--mutant", metavar="NAME", help="plant a known bug ('all': each in turn) and find it")
     parser.add_argument("--mutants", action="store_true", help="list the bugs that can be planted")
     parser.add_argument("--recording", type=Path, metavar="FILE", help="replay a recording of a server instead")
     parser.add_argument("--log", type=Path, metavar="FILE", help="with --only: write the log of the run")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument("--plot", type=picture, metavar="PNG", help="with --only: draw the run; needs matplotlib")
-    parser.add_argument("--lines", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--lines", type=count, help=argparse.SUPPRESS)
     parser.set_defaults(run="server.extensions.chaos.command:chaos", **NO_CONFIGURATION)

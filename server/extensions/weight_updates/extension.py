@@ -21,7 +21,7 @@ class WeightUpdatesExtension(Extension):
     def join(self, parts: ServerParts) -> None:
         weights = EngineWeights(parts.backend.operations)
         parts.routes.add(WeightRoutes(weights, parts.server))
-        parts.routes.add(SGLangRoutes(weights, parts.server))
+        parts.routes.add(SGLangRoutes(weights, parts.server, parts.clients))
         if not (path := WeightsSocketSettings.read(parts.server).weights_socket):
             return
         listener = WeightsSocket(Path(path), weights, parts.server.client_timeout_s)

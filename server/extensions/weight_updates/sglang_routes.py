@@ -14,10 +14,11 @@ from engine.features.weight_updates.memory import place
 from engine.features.weight_updates.messages import TAGS, Mode, Tag
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
+from server.clients import Clients
 from server.extensions.weight_updates.engine_weights import EngineWeights, WeightsAnswer, mode_of, refuse_weights
 from server.extensions.weight_updates.received import bytes_in_memory, closed, decoded
 from server.http.body import BodyReader
-from server.http.exchange import refuse_foreign_page
+from server.http.exchange import EXCHANGE, refuse_foreign_page
 from server.http.operation import operation
 from server.http.replies import json_reply
 from server.openai.requests import Short
@@ -56,6 +57,12 @@ class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
+class FlushAnswer(msgspec.Struct, frozen=True):
+    """SGLang's answer to a flush."""
+
+    success: bool = True
+
+
 class DiskAnswer(msgspec.Struct, frozen=True):
     """SGLang's answer."""
 
@@ -67,12 +74,20 @@ class DiskAnswer(msgspec.Struct, frozen=True):
 class SGLangRoutes:
     """Handles these routes."""
 
-    def __init__(self, weights: EngineWeights, server: ServerSection) -> None:
+    def __init__(self, weights: EngineWeights, server: ServerSection, clients: Clients) -> None:
         self._weights = weights
+        self._clients = clients
         self._from_disk = BodyReader(DiskBody, lambda body: body, server)
         self._tensors = BodyReader(TensorBody, lambda body: body, server)
         self._pauses = BodyReader(PauseBody, lambda body: mode_of(body.mode), server)
         self._memory = BodyReader(MemoryBody, _tags, server)
+
+    @operation("GET", "/flush_cache", "operator", "Forget what is cached; trainers send this as a question.")
+    async def flush(self, request: web.Request) -> web.Response:
+        """Forget what is cached for the operator's key.  A page of another site cannot know that key."""
+        refuse_foreign_page(request)
+        self._clients.forget_cache(request[EXCHANGE].key)
+        return json_reply(FlushAnswer())
 
     @operation(
         "POST",
