@@ -66,7 +66,7 @@ def applied(path: Path, name: str, tensors: Mapping[str, StoredTensor], base: St
     width = DTYPE_BYTES[base.dtype]
     whole = _read(base).view(f"V{width}").copy()
     indices = _read(places).view(INDEX_DTYPES[places.dtype])
-    if len(indices) and (indices[0] < 0 or indices[-1] >= len(whole) or (np.diff(indices) <= 0).any()):
+    if len(indices) and (indices[0] < 0 or indices[-1] >= len(whole) or (indices[1:] <= indices[:-1]).any()):
         raise WeightsError(f"{path}: {name + INDICES!r} does not rise from 0 to below {len(whole)}")
     whole[indices] = _read(new).view(f"V{width}")
     return TensorBytes(base.dtype, base.shape, whole.view(np.uint8))
