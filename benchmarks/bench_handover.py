@@ -1,10 +1,10 @@
-"""Measures a split engine beside an undivided one, both behind the same router, on as many processes as there are cores.
+"""Measures a split engine beside an undivided one, both behind the same router.
 
     python benchmarks/bench_handover.py --json benchmarks/results/handover_2core_cpu.json
 
-Two engines of one thread each: as prefill and decode engine, and as two replicas that both do everything.  Clients send
-prompts of which no two begin alike, at once, and stream the answers.  TTFT is the time to the first event, TPOT the time
-between two tokens of a stream.  A ratio below 1 is a gain of the split engine.
+Two engines of one thread each: as prefill and decode engine, and as two replicas that both do everything.  Clients
+send prompts of which no two begin alike, at once, and stream the answers.  TTFT is the time to the first event, TPOT
+that between two tokens of a stream.  A ratio below 1 is a gain of the split engine.
 """
 
 import argparse
@@ -27,7 +27,6 @@ from server.extensions.replicas.replicas import Replicas
 from server.extensions.replicas.router import routing
 from server.http.listener import bind, url_of
 from server.proxy.proxy import Proxy
-from server.proxy.replica import State
 
 DEMO = str(Path(__file__).parents[1] / "examples" / "demo_model")
 WARM_UP = 2
@@ -51,8 +50,8 @@ async def serving(fleet: LocalFleet, config: Config, *, splits: bool) -> AsyncIt
     kinds = (SplitReplicas, SplitProxy) if splits else (Replicas, Proxy)
     with bind("127.0.0.1", 0) as listener:
         async with routing(config, fleet, listener, *kinds) as replicas:
-            while any(one.state is not State.READY for one in replicas.all):
-                await asyncio.sleep(0.05)
+            for one in replicas.all:
+                await one.settled.wait()
             yield url_of(listener)
 
 
@@ -122,8 +121,9 @@ async def measure(given: argparse.Namespace) -> dict[str, object]:
         name: {key: float(np.median([asdict(one)[key] for one in figures])) for key in asdict(figures[0])}
         for name, figures in found.items()
     }
-    ratios = {key: medians["split"][key] / max(value, 1e-9) for key, value in medians["undivided"].items()}
-    return {"arguments": vars(given), "medians": medians, "split / undivided": ratios}
+    ratios = {key: medians["split"][key] / value for key, value in medians["undivided"].items() if value}
+    arguments = {**vars(given), "model": Path(given.model).name}
+    return {"arguments": arguments, "medians": medians, "split / undivided": ratios}
 
 
 def main() -> int:

@@ -150,11 +150,11 @@ async def load(port: int, bodies: list[bytes], count: int, at_once: int) -> tupl
             began = time.perf_counter()
             head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            await reader.readuntil(b"\r\n\r\n")
+            answered = await reader.readuntil(b"\r\n\r\n")
             waits.append(time.perf_counter() - began)
             await reader.readuntil(b"data: [DONE]\n\n")
-            if b"chunked" in (rest := reader._buffer) or rest:  # the end of a chunked body
-                reader._buffer.clear()
+            if b"chunked" in answered.lower():
+                await reader.readuntil(b"0\r\n\r\n")
         writer.close()
 
     began = time.perf_counter()

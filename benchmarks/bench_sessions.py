@@ -144,8 +144,8 @@ def main() -> None:
     }
     if parsed.host_pages:
         cases = {
-            "copied at the start": changed(first, [*host, 'plugins.options={"eviction.lease"={fetches=false}}']),
-            "fetched before": changed(first, host),
+            "copied at the start": changed(first, host),
+            "fetched before": changed(first, [*host, 'plugins.options={"eviction.lease"={fetches=true}}']),
         }
     rows = [replayed(name, case, requests, tokens) for name, case in cases.items()]
     if not parsed.host_pages:

@@ -29,7 +29,6 @@ STATES: Final = {
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
 PIXELS_PER_TOKEN = 28 * 28  # of a picture, as most models have it
 MAX_PICTURE_TOKENS = 4096  # models shrink larger pictures
-MAX_FILM_TOKENS = 16384
 MAX_CHARS_PER_TOKEN = 8  # no prompt that fits the context is longer in practice; bounds the tokenizer's work
 
 
@@ -155,10 +154,7 @@ def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatT
         return len(text) // CHARS_PER_TOKEN + 1
     turns = tuple(turns or ())
     pictures = (picture for turn in turns for picture in turn.pictures)
-    num_of_pictures = sum(
-        min(one.num_pixels // PIXELS_PER_TOKEN + 1, MAX_PICTURE_TOKENS if one.film is None else MAX_FILM_TOKENS)
-        for one in pictures
-    )
+    num_of_pictures = sum(min(one.num_pixels // PIXELS_PER_TOKEN + 1, MAX_PICTURE_TOKENS) for one in pictures)
     return num_of_pictures + (num_chars(turns) + len(tools)) // CHARS_PER_TOKEN + 1
 
 

@@ -32,22 +32,20 @@ class RadixTree:
     lookahead: 1 if K/V depend on the next token too; a key's elements are pairs of neighbours then.
     record_events: collect the events that ``drain_events`` returns, which must be called then.
     num_handles: number of handles that are locked.
-    new_pages: called with the pages that a request gives the tree: their node, index of the first in it, the pages.
-    new_state: called with a node behind whose end a state is new, and the slot of that state.
+    new_pages: called with a node, the index of its first new page, and these.  new_state: with a node and a slot.
     A feature may use a subclass, which keeps pages that are evicted, or states behind them."""
 
     def __init__(
         self, page_size: int, strategy: EvictionStrategy, *, lookahead: int = 0, record_events: bool = False
     ) -> None:
         self.page_size = page_size
-        self.now = 0
+        self.now = self._version = 0
         self._stride = 1 + lookahead
         self.page_bytes = page_size * TOKEN_BYTES * self._stride
         self._strategy = strategy
         self._events = EventLog(self.page_bytes, stride=self._stride) if record_events else None
         self.new_pages: Callable[[Node, int, Pages], None] | None = None
         self.new_state: Callable[[Node, int], None] | None = None
-        self._version = 0
         self._clear()
 
     def _clear(self) -> None:

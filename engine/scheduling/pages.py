@@ -32,8 +32,7 @@ class PageManager:
     def __init__(self, parts: PlannerParts, strategy: EvictionStrategy) -> None:
         self._limits = limits = parts.limits
         self._table = parts.table
-        self._features = parts.features
-        self._events = parts.events
+        self._features, self._events = parts.features, parts.events
         self.allocator = PageAllocator(limits.num_pages)
         self._evictions = WatchedEvictions(strategy, parts.events)
         self._trees = Trees(limits, self._evictions)
@@ -47,8 +46,7 @@ class PageManager:
 
     def use(self, kind: type[RadixTree], **arguments: object) -> None:
         """Use an empty tree of one more kind (``Trees.also``)."""
-        tree, self.tree = self.tree, self._trees.also(kind, **arguments)
-        self.tree.new_pages, self.tree.new_state = tree.new_pages, tree.new_state
+        self.tree = self._trees.also(kind, self.tree, **arguments)
 
     @property
     def num_available(self) -> int:

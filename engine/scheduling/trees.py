@@ -39,8 +39,12 @@ class Trees:
             **self._arguments,
         )
 
-    def also(self, kind: type[RadixTree], **arguments: object) -> RadixTree:
-        """Return an empty tree that is of one more kind.  arguments: what it is built with, beside what all are."""
+    def also(self, kind: type[RadixTree], before: RadixTree, **arguments: object) -> RadixTree:
+        """Return an empty tree that is of one more kind.
+
+        before: the one in whose place it comes.  arguments: what it is built with, beside what all are."""
         self._kinds = (kind, *self._kinds)
         self._arguments |= arguments
-        return self.new()
+        tree = self.new()
+        tree.new_pages, tree.new_state = before.new_pages, before.new_state
+        return tree

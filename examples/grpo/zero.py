@@ -81,6 +81,8 @@ def compared(prompts: list[list[int]], drawn: list[Completion], trained: dict[st
         begins = [(0, first), *one.weight_versions]
         spanning += sum(begin > 0 for begin, _ in begins)
         for (begin, version), (end, _) in zip(begins, [*begins[1:], (len(reported), "")], strict=True):
+            if version not in scored:
+                return Found(float("inf"), 0, spanning)  # of weights that were gone when the answer was asked for
             found = scored[version][index].detach()[-len(reported) :]
             if end > begin:
                 largest = max(largest, float((found[begin:end] - reported[begin:end]).abs().max()))

@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
+from engine.plugins.manager import BUILTIN
 from engine.plugins.testing.parsers import Call
 from engine.text.grammar import GrammarFailure
 from engine.text.reasoning import Thinking
@@ -18,12 +20,16 @@ from engine.types.errors import RequestError
 from engine.types.params import Grammar
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
 from tests.plugins.model_outputs import (
+    TOOL_PARSERS,
+    Subject,
     allow_calls,
     deepseek_v3,
+    deepseek_v31,
     demand_calls,
     glm4,
     kimi_k2,
     mistral,
+    mistral_v3,
     qwen3_coder,
     tool_format,
 )
@@ -134,6 +140,41 @@ def test_arguments_that_are_written_one_by_one_are_as_the_tools_say(
         for grammar, before in ((forced, ""), (free, "Sure.\n"), (beside, "")):
             assert not accepted(grammar, before + write([call])), call
             assert not accepted(grammar, before + write([*RIGHT, call])), call
+
+
+MARKERS_AROUND = r"<｜tool▁calls▁(begin|end)｜>|<\|tool_calls_section_(begin|end)\|>"
+WITHOUT_GRAMMAR = {"harmony", "pythonic"}  # docs/api.md: what is forced there is written as hermes writes it
+
+
+def test_every_built_in_parser_constrains_from_the_opening_but_those_that_the_docs_name() -> None:
+    built_in = {name.removeprefix("tool_parser.") for name in BUILTIN if name.startswith("tool_parser.")}
+    assert {name for name in built_in if not tool_format(name).constrains} == WITHOUT_GRAMMAR
+    assert {one.plugin for one in TOOL_PARSERS} == built_in
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("subject", TOOL_PARSERS, ids=lambda one: one.write.__name__)
+def test_strict_calls_are_constrained_from_their_opening(subject: Subject, many: bool) -> None:
+    """Where a call may come: text is free, and a call of any parser, alone or beside another, keeps to its tool."""
+    if subject.plugin in WITHOUT_GRAMMAR or subject.write is mistral_v3:  # an older form, which is only read
+        return
+    template = "" if subject.write is not deepseek_v31 else "without fences"
+    form = tool_format(subject.plugin, template)
+    engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
+    grammar = form.grammar(TOOLS, None, many=many, forced=False)
+    write = partial(_bare, subject.write)
+    before = "" if subject.alone else "Sure. "
+    assert accepts(engine, grammar, "Sure, a < b.")
+    assert accepts(engine, grammar, before, write([("f", {"a": 1})]))
+    assert not accepts(engine, grammar, before, write([("f", {"a": 3})])), "the schema has 1 and 22"
+    two = write([("f", {"a": 1}), ("f", {"a": 22})])
+    assert accepts(engine, grammar, before, two) == many
+    assert not accepts(engine, grammar, before, write([("f", {"a": 1}), ("f", {"a": 3})]))
+
+
+def _bare(write: Callable[[Sequence[Call]], str], calls: Sequence[Call]) -> str:
+    """Write calls without the markers around them all; Kimi K2's grammar gives each the index 0."""
+    return re.sub(r"(functions\.\w+):\d+", r"\1:0", re.sub(MARKERS_AROUND, "", write(calls)))
 
 
 def test_a_model_that_omits_the_first_marker_is_followed_too(engine: LLGuidance) -> None:

@@ -13,6 +13,7 @@ request, so a message that comes too late fits no other transfer, and a page of 
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -238,6 +239,24 @@ def digest_of(name: bytes, group: int, payload: memoryview | bytes) -> bytes:
     digest = hashlib.blake2b(name + group.to_bytes(4, "little"), digest_size=DIGEST_BYTES)
     digest.update(payload)
     return digest.digest()
+
+
+def answer_with_other_tokens(
+    message: FeatureAnswer, tokens: Callable[[bytes], bytes], salt: Callable[[str], str]
+) -> FeatureAnswer:
+    """Return a rank's report as it is recorded: with other tokens, and another salt."""
+    report = report_of(message)
+    if not isinstance(report, Claimed):
+        return message
+    claim = report.claim
+    claim = msgspec.structs.replace(claim, tokens=tokens(claim.tokens), cache_salt=salt(claim.cache_salt))
+    return report_message(message.rank, Claimed(claim=claim))
+
+
+def without_content(body: bytes) -> bytes:
+    """Return an order without what follows from the values of tokens."""
+    order = _orders.decode(body)
+    return type(order).__name__.encode() + (order.pages if isinstance(order, Lend) else b"")
 
 
 def sentence(message: FeatureRequest | FeatureAnswer) -> str:

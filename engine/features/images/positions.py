@@ -44,5 +44,7 @@ class RowPositions:
     def positions(self, start: int, length: int) -> Int64:
         """Return the positions of tokens from ``start`` on, [3, length]."""
         known = self._of_prompt_3P[:, start : start + length]
-        later = np.arange(start + known.shape[1], start + length) + self.shift
-        return np.concatenate((known, np.broadcast_to(later, (3, len(later)))), axis=1)
+        found = np.empty((3, length), dtype=np.int64)  # in rows, which an upload needs
+        found[:, : known.shape[1]] = known
+        found[:, known.shape[1] :] = np.arange(start + known.shape[1], start + length) + self.shift
+        return found

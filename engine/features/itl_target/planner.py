@@ -4,7 +4,7 @@ Owns: the budget and the turns of one planner.  Does not know: which prompts get
 """
 
 from engine.features.itl_target.budget import StepBudget
-from engine.features.itl_target.turns import Turns
+from engine.features.itl_target.turns import RowTurns
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import PlannerLimits, Sequence
@@ -16,7 +16,7 @@ class TargetPlanner(PlannerFeature):
 
     def __init__(self, parts: PlannerParts) -> None:
         self._requests = parts.requests
-        self._turns = Turns(parts.table, parts.decodes, lambda: self._budget.decodes())
+        self._turns = RowTurns(parts.table, parts.decodes, lambda: self._budget.decodes())
         self.retuned(parts.limits)
 
     def retuned(self, limits: PlannerLimits) -> None:

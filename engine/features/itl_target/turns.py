@@ -14,7 +14,7 @@ from engine.scheduling.rows import RowTable
 TURN = 8  # steps until rows that sit out take the place of others of their tenant
 
 
-class Turns:
+class RowTurns:
     """The turns of one planner.
 
     fitting: returns how many rows fit in a step."""

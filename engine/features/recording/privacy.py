@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.actors.inboxes import SchedulerInbox
 from engine.features.recording.turns import of_messages
-from engine.messages import Admit, StepDone, StepExtras
+from engine.messages import Admit, FeatureAnswer, StepDone, StepExtras
 from engine.plugins.blueprint import Blueprint
 from engine.text.pictures import FIRST_ID
 from engine.types.notices import Reconfigure
@@ -62,17 +62,17 @@ class Privacy:
                 parts={name: self._part(name, part) for name, part in message.parts.items()},
             )
         if isinstance(message, Admit):
-            salt = message.cache_salt
-            if salt:
-                salt = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._key, digest_size=16).hexdigest()
             message = msgspec.structs.replace(
                 message,
                 token_ids=self.tokens(message.token_ids),
                 params=self._params(message.params),
-                cache_salt=salt,
+                cache_salt=self._salt(message.cache_salt),
                 parts={name: self._content_of(name, part) for name, part in message.parts.items()},
             )
             return message if self._others is None else self._hidden(message)
+        if isinstance(message, FeatureAnswer):
+            replaced = of_messages("answer_with_other_tokens").get(message.feature)
+            return message if replaced is None else replaced(message, self.tokens, self._salt)
         if isinstance(message, Reconfigure) and message.blueprint:
             blueprint = self.blueprint(msgspec.msgpack.decode(message.blueprint, type=Blueprint))
             return msgspec.structs.replace(message, blueprint=msgspec.msgpack.encode(blueprint))
@@ -87,6 +87,12 @@ class Privacy:
             ids >= FIRST_ID
         )  # such an id follows from a picture's content; the pictures' feature writes another
         return np.where(is_picture, FIRST_ID, self._others[np.where(is_picture, 0, ids)]).tobytes()
+
+    def _salt(self, salt: str) -> str:
+        """Return another salt, the same one every time; none for none."""
+        if not salt:
+            return salt
+        return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._key, digest_size=16).hexdigest()
 
     def _hidden(self, message: Admit) -> Admit:
         """Return a request without what lets a reader recognize the content of its parts."""

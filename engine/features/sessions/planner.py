@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from engine.features.sessions.leases import Leases, Session, SessionKey
-from engine.features.sessions.returns import Pause, Returns
+from engine.features.sessions.returns import Absence, Returns
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.messages import Admit
@@ -57,7 +57,7 @@ class SessionNote:
 class SessionsPlanner(PlannerFeature):
     """The sessions of one planner's rows."""
 
-    def __init__(self, parts: PlannerParts, leases: Leases, *, fetches: bool = True) -> None:
+    def __init__(self, parts: PlannerParts, leases: Leases, *, fetches: bool = False) -> None:
         self._clock = parts.clock
         self._pages = parts.pages
         self._table = parts.table
@@ -102,7 +102,7 @@ class SessionsPlanner(PlannerFeature):
                 num_tokens = handle.num_pages * self._pages.tree.page_size + self._num_behind
                 prefix = self._pages.tree.key(self._table.tokens[row, :num_tokens])
                 space = Namespace(sequence.cache_salt, sequence.weights)
-                self._returns.begin(note.key, Pause(note.session, prefix, space, now, until, sequence.request_id))
+                self._returns.begin(note.key, Absence(note.session, prefix, space, now, until, sequence.request_id))
 
     def plan(self, step: StepBuilder) -> None:
         """Let prefixes on the host come back with the step."""

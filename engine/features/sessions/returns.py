@@ -39,7 +39,7 @@ class FetchingTree(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class Absence:
     """A session's prefix between two requests.  until: the step of its lease's end.  request_id: of the last one."""
 
     session: Session
@@ -57,10 +57,10 @@ class Returns:
         self.num_fetched = 0
         self._pages = pages
         self._leases = leases
-        self._pauses: OrderedDict[SessionKey, Pause] = OrderedDict()
+        self._pauses: OrderedDict[SessionKey, Absence] = OrderedDict()
         self._looked_at = 0.0
 
-    def begin(self, key: SessionKey, pause: Pause) -> None:
+    def begin(self, key: SessionKey, pause: Absence) -> None:
         """Note that a session's prefix has a lease and its request has ended."""
         self._pauses[key] = pause
 
@@ -90,7 +90,7 @@ class Returns:
             if not left:
                 break
 
-    def _fetch(self, tree: FetchingTree, pause: Pause, most: int) -> int:
+    def _fetch(self, tree: FetchingTree, pause: Absence, most: int) -> int:
         """Fetch at most so many pages of a prefix.  Return their number."""
         match = tree.match(pause.key, pause.namespace)
         wanted = min(match.num_host_pages, most)

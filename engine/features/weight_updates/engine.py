@@ -21,12 +21,12 @@ from engine.features.weight_updates.messages import (
     TAGS,
     Announced,
     Command,
+    GiveBack,
     Mode,
     Pause,
-    Regain,
-    Release,
     Resume,
     Tag,
+    TakeBack,
     Update,
     Weights,
     command_message,
@@ -156,9 +156,9 @@ class WeightsFeature(EngineFeature):
             case ResumeRows():
                 await self._do(Resume())
             case ReleaseMemory(tags=tags):
-                await self._do(Release(tags))
+                await self._do(GiveBack(tags))
             case RegainMemory(tags=tags):
-                await self._do(Regain(tags))
+                await self._do(TakeBack(tags))
             case Describe():
                 pass
         return msgspec.json.encode(await self._state(time.monotonic() - began))
@@ -180,12 +180,12 @@ class WeightsFeature(EngineFeature):
 
     async def rest(self, tags: tuple[str, ...]) -> None:
         """Give memory back.  Raises RequestError."""
-        await self._do(Release(msgspec.convert(tags, tuple[Tag, ...])))
+        await self._do(GiveBack(msgspec.convert(tags, tuple[Tag, ...])))
 
     async def rise(self, tags: tuple[str, ...]) -> None:
         """Take memory again.  Raises RequestError."""
         if self._planner.given_back:
-            await self._do(Regain(msgspec.convert(tags, tuple[Tag, ...])))
+            await self._do(TakeBack(msgspec.convert(tags, tuple[Tag, ...])))
 
     # ---- updates ----------------------------------------------------------------------------
 

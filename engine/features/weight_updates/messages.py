@@ -52,19 +52,19 @@ class Resume(msgspec.Struct, frozen=True, tag=True):
     """Go on."""
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
-    """Plan nothing, and give memory back, until ``Regain`` has named all of it.  Running rows are retracted."""
+class GiveBack(msgspec.Struct, frozen=True, tag=True):
+    """Plan nothing, and give memory back, until ``TakeBack`` has named all of it.  Running rows are retracted."""
 
     tags: tuple[Tag, ...]
 
 
-class Regain(msgspec.Struct, frozen=True, tag=True):
+class TakeBack(msgspec.Struct, frozen=True, tag=True):
     """Take memory again that was given back."""
 
     tags: tuple[Tag, ...]
 
 
-Command = Update | Pause | Resume | Release | Regain
+Command = Update | Pause | Resume | GiveBack | TakeBack
 
 
 class LoadWeights(msgspec.Struct, frozen=True, tag=True):

@@ -20,15 +20,15 @@ from engine.features.weight_updates.messages import (
     NAME,
     Drop,
     FreeMemory,
+    GiveBack,
     LoadWeights,
     Mode,
     Pause,
-    Regain,
-    Release,
     Request,
     Resume,
     Switch,
     Tag,
+    TakeBack,
     Update,
     Weights,
     command_of,
@@ -120,12 +120,12 @@ class WeightsPlanner(PlannerFeature):
                 self.pause = None
                 self._let_go()
                 self._end(number)
-            case Release() | Regain() if self._memory >= 0 or self._update is not None:
+            case GiveBack() | TakeBack() if self._memory >= 0 or self._update is not None:
                 self._end(number, "an update, or another change of the memory, is under way")
-            case Release(tags):
+            case GiveBack(tags):
                 self.given_back |= {*tags}
                 self._is_free, self._memory = False, number
-            case Regain(tags):
+            case TakeBack(tags):
                 self._regain(number, {*tags} & self.given_back)
 
     def _end(self, command: int, error: str = "") -> None:

@@ -31,7 +31,7 @@ class LeaseOptions(Options, frozen=True):
 
     max_lease_s: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
     leased_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    fetches: bool = True
+    fetches: bool = False
 
 
 class LeaseOrder:

@@ -82,11 +82,11 @@ class SplitProxy(Proxy):
 
     async def go_on(self, delivery: Delivery, blocks: list[bytes]) -> web.StreamResponse:
         """Let another engine go on with a stream, with the pages of the one that is drained."""
-        request, replicas = delivery.request, self._replicas
+        request = delivery.request
+        replicas = self._replicas
         assert isinstance(replicas, SplitReplicas)
-        last = next((one for one in replicas.all if one.name == request[EXCHANGE].replica), None)
-        moves = last is not None and last.moves
-        request[MORE_HEADERS] = HandoverHeader(peer=last.name, id=_new_id()).as_headers() if moves and last else {}
+        last = next((one for one in replicas.all if one.name == request[EXCHANGE].replica and one.moves), None)
+        request[MORE_HEADERS] = {} if last is None else HandoverHeader(peer=last.name, id=_new_id()).as_headers()
         return await super().go_on(delivery, blocks)
 
     async def _prefilled(self, request: web.Request, body: bytes) -> dict[str, str]:

@@ -94,7 +94,7 @@ class SessionRouting:
         least = least_busy(list(offer.ready.values()))
         if not offer.blocks:
             return least
-        key = int.from_bytes(offer.blocks[0][:8], "little")
+        key = int.from_bytes(offer.blocks[0][-8:], "little")
         chosen = max(offer.ready.values(), key=lambda one: _mixed(key ^ _mixed(hash_of(one.name))))
         return unless_far_busier(chosen, least)
 

@@ -26,7 +26,9 @@ pytestmark = pytest.mark.slow
 DEMO = str(Path(__file__).parents[3] / "examples" / "demo_model")
 PROMPTS = [f"def step_{number}(values):\n    return [one + {number} for one in values]\n\n" * 8 for number in range(6)]
 NUM_TOKENS = 48
+KEY = "the operator of these tests"
 CONFIG = {
+    "server": {"operator_key": KEY},
     "model": {"path": DEMO},
     "device": {"threads": 1},
     "kv": {"page_size": 16, "num_pages": 256},
@@ -93,7 +95,8 @@ class Split:
         async with asyncio.timeout(far(60)):
             for replica in self.replicas.all:
                 while replica.state is State.READY:
-                    async with self.session.get(f"{replica.url}/stats", headers=self.fleet.headers) as answer:
+                    headers = {**self.fleet.headers, "Authorization": f"Bearer {KEY}"}
+                    async with self.session.get(f"{replica.url}/stats", headers=headers) as answer:
                         pages = (await answer.json())["pages"]
                     if not pages["used"]:
                         break

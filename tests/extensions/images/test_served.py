@@ -1,12 +1,15 @@
 """A tiny model that sees, asked by HTTP: every API gives its answer, and counts a picture as the engine does."""
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from callboard import LLM, SamplingParams
 from tests.extensions.images.pictures import data_uri
+from tests.extensions.images.test_videos import moving
 from tests.features.images import made
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
@@ -53,3 +56,21 @@ def test_a_model_that_sees_is_asked_in_every_api(tmp_path: Path) -> None:
 
         assert chat(server, made.picture(50, 31, seed=1))["usage"]["prompt_tokens"] == num_tokens
         assert chat(server, PICTURE)["choices"] == first["choices"]
+
+
+@pytest.mark.slow
+def test_a_video_is_answered_as_in_python_and_twice_for_two_choices(tmp_path: Path) -> None:
+    directory = made.make("qwen3_vl", tmp_path / "eye")
+    settings = {"size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 60}, "patch_size": 14}
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    film = moving(size=(56, 64))
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "See:"}, {"type": "video", "video": film}]
+    with LLM(directory, progress=False, config={"model": {"dtype": "float32"}}) as llm:
+        (expected,) = llm.chat([{"role": "user", "content": parts}], SamplingParams(temperature=0.0, max_tokens=8))
+    parts[1] = {"type": "video_url", "video_url": {"url": data_uri(film, "image/gif")}}
+    model = {"path": str(directory), "name": "eye", "dtype": "float32"}
+    with EngineServer(model=model, kv={"page_size": 4, "num_pages": 400}) as server:
+        messages = [{"role": "user", "content": parts}]
+        answer = post(server, "/v1/chat/completions", messages=messages, n=2, **GREEDY)
+        assert [choice["message"]["content"] for choice in answer["choices"]] == [expected.text] * 2
+        assert answer["usage"]["prompt_tokens"] == expected.usage.prompt_tokens

@@ -123,7 +123,7 @@ def test_a_peer_that_is_not_there_costs_the_time_limit_and_no_token(
     checkpoint: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     with pair(checkpoint, "shared_memory", tmp_path / "rings", timeout_s=0.2) as (p, d):
-        for peer in ("nobody", "../../etc", "p"):
+        for peer in ("none", "../../etc", "p"):
             answer = ask(d, PROMPTS[1], Wish(peer=peer, claim="none", id=peer))
             assert ids(answer) == expected[1]
         until_nothing_is_held(p, d)

@@ -31,7 +31,7 @@ def test_a_diagram_is_as_the_table_is(name: str) -> None:
 def test_every_state_is_reached_and_left_or_an_end() -> None:
     for states, table in ((Borrowing, BORROWING), (Lending, LENDING)):
         first, *others = states
-        assert {after for after in table.values()} | {first} == {*states}
+        assert set(table.values()) | {first} == {*states}
         assert {before for before, _ in table} <= {*states}
         assert others
 

@@ -184,3 +184,13 @@ def test_a_tower_that_transformers_cannot_load_is_an_error_with_its_text(folder:
     (directory / "preprocessor_config.json").unlink()
     with pytest.raises(WeightsError, match="the encoder of pictures cannot be loaded: OSError: "):
         layouts.tower("cpu", "float32")
+
+
+@pytest.mark.parametrize("start", [0, 3, 9, 11, 12, 20])
+def test_positions_lie_in_rows_wherever_they_begin(start: int) -> None:
+    places = np.arange(4, 10, dtype=np.int32)
+    positions = RowPositions(12, [RowPicture("", places.tobytes(), (1, 2, 3))])
+    found = positions.positions(start, 5)
+    assert found.shape == (3, 5)
+    assert all(one.flags.c_contiguous for one in np.concatenate([found, found], axis=1)), "they cannot be uploaded"
+    assert found[0].tolist() == [int(positions.positions(at, 1)[0, 0]) for at in range(start, start + 5)]

@@ -10,14 +10,14 @@ from engine.features.weight_updates.messages import (
     Command,
     Drop,
     FreeMemory,
+    GiveBack,
     LoadWeights,
     Mode,
     Pause,
-    Regain,
-    Release,
     Resume,
     Switch,
     Tag,
+    TakeBack,
     Update,
     Weights,
     answer_to,
@@ -287,7 +287,7 @@ def release_and_regain(bench: Rollouts, *tags: Tag) -> None:
     for request in (1, 2):
         bench.submit(request, prompt, max_tokens=12, ignore_eos=True)
     bench.steps_of(4)
-    command = bench.command(Release(tags))
+    command = bench.command(GiveBack(tags))
     bench.submit(3, prompt, max_tokens=4, ignore_eos=True)
     while bench.plan() or bench.deliver():
         pass
@@ -296,7 +296,7 @@ def release_and_regain(bench: Rollouts, *tags: Tag) -> None:
     assert len(bench.streams[1]) < 12
     for tag in sorted(tags):
         assert not bench.plan(), "a step without memory"
-        command = bench.command(Regain((tag,)))
+        command = bench.command(TakeBack((tag,)))
         bench.plan()
         bench.plan()
         assert bench.feature.ends[command] == ""
@@ -320,7 +320,7 @@ def test_the_scene_of_memory_notices_a_mutant(mutant: str, monkeypatch: pytest.M
 
 def test_an_update_takes_the_memory_of_weights_again() -> None:
     bench, prompt = Rollouts(), prompt_of(9)
-    bench.command(Release(("weights", "kv_cache")))
+    bench.command(GiveBack(("weights", "kv_cache")))
     bench.plan()
     command = bench.update("new")
     bench.submit(1, prompt, max_tokens=4, ignore_eos=True)
@@ -328,21 +328,21 @@ def test_an_update_takes_the_memory_of_weights_again() -> None:
         pass
     assert bench.feature.ends[command] == ""
     assert bench.feature.given_back == {"kv_cache"}
-    bench.command(Regain(("kv_cache",)))
+    bench.command(TakeBack(("kv_cache",)))
     bench.finish()
     assert bench.streams[1] == output(prompt, (1, 4))
 
 
 def test_new_ranks_give_back_what_those_before_them_had_given_back() -> None:
     bench, prompt = Rollouts(), prompt_of(9)
-    bench.command(Release(("kv_cache",)))
+    bench.command(GiveBack(("kv_cache",)))
     bench.submit(1, prompt, max_tokens=4, ignore_eos=True)
     bench.plan()
     bench.lose()
     bench.asked.clear()
     bench.plan()
     assert bench.asked == [FreeMemory(("kv_cache",))]
-    bench.command(Regain(("kv_cache",)))
+    bench.command(TakeBack(("kv_cache",)))
     bench.finish()
     assert bench.streams[1] == output(prompt, (0, 4))
 
@@ -352,20 +352,20 @@ def test_memory_that_a_rank_cannot_give_back_or_take_again_is_an_error() -> None
     bench.submit(1, prompt, max_tokens=8, ignore_eos=True)
     bench.steps_of(2)
     bench.refuses[1] = "it stays"
-    command = bench.command(Release(("kv_cache",)))
+    command = bench.command(GiveBack(("kv_cache",)))
     bench.finish()
     assert bench.feature.ends[command] == "it stays"
     assert bench.streams[1] == output(prompt, (0, 8))
     bench.refuses.clear()
-    bench.command(Release(("weights",)))
+    bench.command(GiveBack(("weights",)))
     bench.plan()
     bench.refuses[1] = "no room"
-    command = bench.command(Regain(("weights",)))
+    command = bench.command(TakeBack(("weights",)))
     bench.plan()
     assert (bench.feature.ends[command], bench.feature.given_back) == ("no room", {"weights"})
     bench.refuses.clear()
-    second = bench.command(Regain(("weights",)))
-    assert bench.feature.ends[bench.command(Release(("kv_cache",)))] != ""
+    second = bench.command(TakeBack(("weights",)))
+    assert bench.feature.ends[bench.command(GiveBack(("kv_cache",)))] != ""
     bench.plan()
     bench.plan()
     assert (bench.feature.ends[second], bench.feature.given_back) == ("", frozenset())

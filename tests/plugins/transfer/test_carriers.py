@@ -101,5 +101,5 @@ def test_tcp_names_what_is_wrong_with_its_options(tcp: TcpOptions, tmp_path: Pat
     with pytest.raises(PluginError, match="has 5 characters, expected at least 16"):
         TcpTransfer(context, tcp)
     (tmp_path / "key").write_text("a secret of these tests")
-    with pytest.raises(ValueError, match="'nobody' is not in peers"):
-        TcpTransfer(context, named(tcp, "nobody"))
+    with pytest.raises(ValueError, match="'none' is not in peers"):
+        TcpTransfer(context, named(tcp, "none"))

@@ -6,7 +6,6 @@ Owns: the bugs.  Does not know: how they are found.
 from collections.abc import Callable
 from typing import Any
 
-from server.extensions.chaos.fleet.replica import SimReplica
 from server.extensions.chaos.sim.mutants import Mutant
 from server.extensions.replicas.replicas import Replicas
 from server.proxy.affinity import PrefixAffinity
@@ -39,7 +38,7 @@ def a_stream_begins_anew_elsewhere(body: Callable[..., bytes]) -> Callable[..., 
     return mutant
 
 
-def events_are_passed_on_before_their_mark(take: Callable[..., bytes]) -> Callable[..., bytes]:
+def the_count_of_a_streams_tokens_falls_behind(take: Callable[..., bytes]) -> Callable[..., bytes]:
     def mutant(self: Passage, chunk: bytes) -> bytes:
         passed = take(self, chunk)
         for choice in self._choices.values():
@@ -47,16 +46,6 @@ def events_are_passed_on_before_their_mark(take: Callable[..., bytes]) -> Callab
             if len(choice.tokens) > 12:
                 del choice.tokens[-4:]
         return passed
-
-    return mutant
-
-
-def half_a_stream_is_held_over_a_loss(body: Callable[..., bytes]) -> Callable[..., bytes]:
-    def mutant(self: Passage) -> bytes:
-        held = self._held
-        sent = body(self)
-        self._held = held or b"data: {"
-        return sent
 
     return mutant
 
@@ -75,10 +64,6 @@ def a_drained_replica_is_not_started(_: Callable[..., Any]) -> Callable[..., Any
     return mutant
 
 
-def a_client_that_left_is_served_on(_: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, request_id: None
-
-
 def only_one_replica_gets_all(choose: Callable[..., Replica]) -> Callable[..., Replica]:
     return lambda self, blocks, besides: self.all[0]
 
@@ -88,10 +73,8 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     what_a_lost_replica_held_is_remembered: (PrefixAffinity, "forget"),
     a_stream_goes_on_a_token_too_early: (Passage, "body"),
     a_stream_begins_anew_elsewhere: (Passage, "body"),
-    events_are_passed_on_before_their_mark: (Passage, "take"),
-    half_a_stream_is_held_over_a_loss: (Passage, "body"),
+    the_count_of_a_streams_tokens_falls_behind: (Passage, "take"),
     a_replica_that_comes_back_is_not_found: (Replicas, "_find"),
     a_drained_replica_is_not_started: (Replicas, "undrain"),
-    a_client_that_left_is_served_on: (SimReplica, "_leave"),
     only_one_replica_gets_all: (Replicas, "choose"),
 }

@@ -15,6 +15,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from engine.types.errors import CallboardError
+from server.extensions.chaos.sim.failures import SimIncorrect
 
 
 class Peer(Protocol):
@@ -116,6 +117,7 @@ class SimSession:
     def __init__(self, peers: Mapping[str, Peer], delay_s: Callable[[str], float]) -> None:
         self._peers = peers
         self._delay_s = delay_s
+        self._gone: set[str] = set()  # peers that a request has found gone, and that have not been ready since
 
     def get(self, url: str, timeout: aiohttp.ClientTimeout) -> _Getting:
         """Return what makes a GET."""
@@ -124,11 +126,17 @@ class SimSession:
     async def request(self, method: str, url: URL, data: bytes | None = None, **_: Any) -> SimAnswer:
         """Send a request and return the beginning of its answer."""
         name = url.host or ""
+        if method == "POST" and name in self._gone:
+            raise SimIncorrect(f"a router sends a request to {name}, which it has found gone and not ready since")
         await asyncio.sleep(self._delay_s(name))
         peer = self._peers[name]
         if not peer.is_reachable:
+            self._gone |= {name} if method == "POST" else set()
             raise aiohttp.ClientConnectionError(f"nothing answers at {name}")
-        return await peer.answer(method, url.raw_path_qs, data or b"")
+        answer = await peer.answer(method, url.raw_path_qs, data or b"")
+        if url.path == "/ready" and answer.status == 200:
+            self._gone.discard(name)
+        return answer
 
 
 class ClientWriter:

@@ -23,7 +23,7 @@ from server.clients import Rates
 from server.extensions.chaos.fleet.connections import ClientWriter, SimSession
 from server.extensions.chaos.fleet.replica import SimReplica
 from server.extensions.chaos.ledger import Ledger
-from server.extensions.chaos.sim.failures import SimStuck
+from server.extensions.chaos.sim.failures import SimIncorrect, SimStuck
 from server.extensions.chaos.sim.links import LinkWeather
 from server.extensions.chaos.sim.loop import SimDeadlock, SimLivelock, SimLoop
 from server.extensions.chaos.sim.luck import luck
@@ -169,12 +169,19 @@ class SimRouter:
 
     def __init__(self, scene: "Scene") -> None:
         session: Any = SimSession({one.name: one for one in scene.replicas}, scene.delay_s)
-        affinity = PrefixAffinity()
+        self._affinity = affinity = PrefixAffinity()
         self.replicas = Replicas(SimFleet(scene.replicas), session, affinity, drain_timeout_s=2.0)
         self.proxy = Proxy(ServerSection(), self.replicas, session, affinity, Rates(LimitsSection()))
         self.is_alive = True
         self.tasks = [asyncio.ensure_future(self.replicas.watch(one)) for one in self.replicas.all]
         self.tasks += [asyncio.ensure_future(self.replicas.follow(one)) for one in self.replicas.all]
+
+    def check(self) -> None:
+        """Raise SimIncorrect if it believes that a replica without a cache holds a prompt."""
+        gone = [one.name for one in self.replicas.all if one.state in (State.STARTING, State.STOPPED)]
+        held = [name for name in gone if self._affinity._held.get(name) or name in self._affinity._sent.values()]
+        if held:
+            raise SimIncorrect(f"a router looks for prompts at {held}, which have lost their caches")
 
     def kill(self) -> None:
         """End at once."""
@@ -392,7 +399,10 @@ class Scene:
         return all(one.is_alive and not one.num_open and not one.planner.num_open for one in self.replicas)
 
     def _check_tasks(self) -> None:
-        """Raise what has ended a task that should go on."""
+        """Raise what has ended a task that should go on, and for a router that believes what is not so."""
+        for router in self._routers:
+            if router.is_alive:
+                router.check()
         tasks = [task for router in self._routers if router.is_alive for task in router.tasks]
         tasks += [one.task for one in self.replicas if one.task is not None and one.is_alive]
         tasks += [client.task for client in self.clients.values() if not client.has_left]
