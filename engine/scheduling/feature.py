@@ -146,6 +146,9 @@ class PlannerFeature:
         """Called when a sequence without a row has ended.  Return whether the feature held it."""
         return False
 
+    def pages_lost(self) -> None:
+        """Called when no page is in use and the content of all pages is lost, while executors stay."""
+
     def outgoing(self) -> list[FeatureRequest]:
         """Return the messages for the executors since the last call."""
         return []
@@ -209,6 +212,7 @@ class PlannerFeatures:
         self.ended = self._hooks("ended")
         self.num_held = self._hooks("num_held")
         self.forget = self._hooks("forget")
+        self.pages_lost = self._hooks("pages_lost")
         self.outgoing = self._hooks("outgoing")
         self.received = callbacks(self.all, PlannerFeature, "received")
 

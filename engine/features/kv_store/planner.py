@@ -209,14 +209,18 @@ class StorePlanner(PlannerFeature):
                 return True
         return False
 
+    def pages_lost(self) -> None:
+        """Save nothing of what the next step would have saved."""
+        self._saves.clear()
+        self._state_saves.clear()
+
     def reset(self) -> list[Sequence]:
         sequences = [fetch.sequence for fetch in self._waiting.values()]
         self._waiting.clear()
         self._answered.clear()
         self._requested.clear()
         self._landings.clear()
-        self._saves.clear()
-        self._state_saves.clear()
+        self.pages_lost()
         return sequences
 
 

@@ -113,12 +113,16 @@ class SessionsPlanner(PlannerFeature):
         if (note := sequence.notes.get(NAME)) is not None:
             self._leases.end(note.key, self._clock())
 
-    def reset(self) -> list[Sequence]:
-        """Forget the rows, and end all leases: the cache is empty."""
-        self._of_row.clear()
+    def pages_lost(self) -> None:
+        """End all leases: the cache is empty."""
         self._leases.clear()
         if self._returns is not None:
             self._returns.clear()
+
+    def reset(self) -> list[Sequence]:
+        """Forget the rows, and end all leases."""
+        self._of_row.clear()
+        self.pages_lost()
         return []
 
     def gauges(self) -> dict[str, int]:

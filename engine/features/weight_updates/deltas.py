@@ -27,6 +27,27 @@ INDEX_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {"I32": np.dtype("<i4"), "I64
 Bytes = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
+class TensorReader:
+    """The bytes of tensors.  The header of each file is read once."""
+
+    def __init__(self) -> None:
+        self._begins: dict[Path, dict[str, int]] = {}
+
+    def read(self, tensor: StoredTensor) -> Bytes:
+        """Return a tensor's bytes, which are read when they are used."""
+        if not tensor.num_bytes:
+            return np.zeros(0, np.uint8)
+        with tensor.file.open("rb") as file:
+            if (begins := self._begins.get(tensor.file)) is None:
+                num_bytes = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(num_bytes))
+                header.pop("__metadata__", None)
+                begins = {name: 8 + num_bytes + one["data_offsets"][0] for name, one in header.items()}
+                self._begins[tensor.file] = begins
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, np.uint8, tensor.num_bytes, begins[tensor.name])
+
+
 def changed_names(tensors: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> list[str]:
     """Return the tensors of which a file has some elements.  known: those of the present weights."""
     found = {name.removesuffix(end) for name in tensors for end in (INDICES, VALUES) if name.endswith(end)}
@@ -50,7 +71,9 @@ def metadata(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def applied(path: Path, name: str, tensors: Mapping[str, StoredTensor], base: StoredTensor) -> TensorBytes:
+def applied(
+    path: Path, name: str, tensors: Mapping[str, StoredTensor], base: StoredTensor, reader: TensorReader
+) -> TensorBytes:
     """Return a tensor with the elements that a delta has.  Raises WeightsError."""
     for end in (INDICES, VALUES):
         if name + end not in tensors:
@@ -64,11 +87,11 @@ def applied(path: Path, name: str, tensors: Mapping[str, StoredTensor], base: St
     if new.dtype != base.dtype:
         raise WeightsError(f"{path}: {name + VALUES!r} is {new.dtype}, but the tensor is {base.dtype}")
     width = DTYPE_BYTES[base.dtype]
-    whole = _read(base).view(f"V{width}").copy()
-    indices = _read(places).view(INDEX_DTYPES[places.dtype])
-    if len(indices) and (indices[0] < 0 or indices[-1] >= len(whole) or (np.diff(indices) <= 0).any()):
+    whole = reader.read(base).view(f"V{width}").copy()
+    indices = reader.read(places).view(INDEX_DTYPES[places.dtype])
+    if len(indices) and (indices[0] < 0 or indices[-1] >= len(whole) or (indices[1:] <= indices[:-1]).any()):
         raise WeightsError(f"{path}: {name + INDICES!r} does not rise from 0 to below {len(whole)}")
-    whole[indices] = _read(new).view(f"V{width}")
+    whole[indices] = reader.read(new).view(f"V{width}")
     return TensorBytes(base.dtype, base.shape, whole.view(np.uint8))
 
 
@@ -91,14 +114,3 @@ def difference(old: Mapping[str, TensorBytes], new: Mapping[str, TensorBytes]) -
             found[name + INDICES] = TensorBytes(kind, places.shape, places.view(np.uint8))
             found[name + VALUES] = TensorBytes(part.dtype, places.shape, now[indices].view(np.uint8))
     return found
-
-
-def _read(tensor: StoredTensor) -> Bytes:
-    """Return a tensor's bytes, which are read when they are used."""
-    with tensor.file.open("rb") as file:
-        num_bytes = int.from_bytes(file.read(8), "little")
-        begin = json.loads(file.read(num_bytes))[tensor.name]["data_offsets"][0]
-        if not tensor.num_bytes:
-            return np.zeros(0, np.uint8)
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return np.frombuffer(mapped, np.uint8, tensor.num_bytes, 8 + num_bytes + begin)

@@ -11,7 +11,7 @@ from typing import Final
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shards import INDEX_FILE, StoredTensor, read_header, read_shards
-from engine.features.weight_updates.deltas import applied, changed_names, check_base
+from engine.features.weight_updates.deltas import TensorReader, applied, changed_names, check_base
 from engine.features.weight_updates.memory import HeldMemory, is_place
 from engine.types.errors import WeightsError
 
@@ -47,11 +47,13 @@ def overlay(paths: Sequence[Path], base: Path, directory: Path, present: str, me
     Raises WeightsError for a tensor that the base does not have, or that is for other weights."""
     known = read_shards(base)
     files = {name: _target(tensor.file) for name, tensor in known.items()}
+    headers: dict[Path, dict[str, StoredTensor]] = {}  # of files whose tensors have taken the place of others
+    reader = TensorReader()
     for path in paths:
         tensors = read_header(path)
         changed = changed_names(tensors, known)
         check_base(path, present, is_sparse=bool(changed))
-        made = {name: applied(path, name, tensors, _now(name, files, known)) for name in changed}
+        made = {name: applied(path, name, tensors, _now(name, files, known, headers), reader) for name in changed}
         parts = {name + end for name in changed for end in (".indices", ".values")}
         whole = {name: tensor for name, tensor in tensors.items() if name not in parts}
         check_tensors(path, whole, known)
@@ -76,9 +78,18 @@ def linked(directory: Path) -> set[Path]:
     return {Path(os.readlink(one)) for one in directory.iterdir() if one.is_symlink()}
 
 
-def _now(name: str, files: dict[str, Path], known: dict[str, StoredTensor]) -> StoredTensor:
+def _now(
+    name: str,
+    files: dict[str, Path],
+    known: dict[str, StoredTensor],
+    headers: dict[Path, dict[str, StoredTensor]],
+) -> StoredTensor:
     """Return a tensor as the files before have left it."""
-    return known[name] if files[name] == _target(known[name].file) else read_header(files[name])[name]
+    if (path := files[name]) == _target(known[name].file):
+        return known[name]
+    if path not in headers:
+        headers[path] = read_header(path)
+    return headers[path][name]
 
 
 def _target(path: Path) -> Path:

@@ -184,11 +184,16 @@ class WeightsPlanner(PlannerFeature):
         return True
 
     def _free(self, num_in_flight: int) -> bool:
-        """Let the ranks give memory back when no step uses it.  Return True: nothing is planned."""
-        if not num_in_flight:
+        """Let the ranks give memory back when nothing uses it.  Return True: nothing is planned.
+
+        Pages that features keep, as for another engine that reads them, are waited for."""
+        loses_pages = "kv_cache" in self.given_back
+        if not num_in_flight and not (loses_pages and self._parts.pages.num_kept):
             self._leave_rows("retract")
             assert self._table.num_free == len(self._table.sequences), "rows have pages that are given back"
             self._forget_pages()
+            for pages_lost in self._parts.features.pages_lost if loses_pages else ():
+                pages_lost()
             self._ask(FreeMemory(tuple(sorted(self.given_back))), "free")
         return True
 
@@ -284,8 +289,8 @@ class WeightsPlanner(PlannerFeature):
         self._end(command)
 
     def _forget_pages(self) -> None:
-        """Empty the cache, unless rows keep their pages, and what features have fetched or hold for others."""
-        if self._table.num_free == len(self._table.sequences):
+        """Empty the cache, unless rows or features keep their pages, and what features have fetched."""
+        if self._table.num_free == len(self._table.sequences) and not self._parts.pages.num_kept:
             self._parts.pages.forget()
         for sequence in [*self._parts.requests.open.values()]:
             if sequence.row >= 0:

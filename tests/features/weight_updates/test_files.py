@@ -124,6 +124,24 @@ def test_a_delta_may_follow_another_one_in_the_same_update(base: Path, tmp_path:
     assert tensors_of(tmp_path / "made")["a"].flatten().tolist() == [7, 1, 2, 3, 4, 9]
 
 
+def test_the_header_of_a_file_is_read_once_for_all_of_its_tensors(
+    tmp_path: Path, memory: HeldMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, read, plain = [], list[object](), json.loads
+    monkeypatch.setattr(json, "loads", lambda *given, **more: read.append(None) or plain(*given, **more))
+    for num_tensors in (2, 20):
+        folder = tmp_path / str(num_tensors)
+        folder.mkdir()
+        names = [str(number) for number in range(num_tensors)]
+        save_file({name: torch.zeros(4) for name in names}, folder / "model.safetensors")
+        parts = {key: one for name in names for key, one in delta([1], torch.float32, name).items()}
+        given = place(write_tensors(parts_of(parts), {"base": "x"}))
+        read.clear()
+        overlay([given, given], folder, folder / "made", "x", memory)
+        counts.append(len(read))
+    assert counts[0] == counts[1]
+
+
 def delta(indices: list[int], dtype: torch.dtype = torch.bfloat16, name: str = "a") -> dict[str, torch.Tensor]:
     return {
         f"{name}.indices": torch.tensor(indices, dtype=torch.int32),
@@ -140,6 +158,7 @@ def delta(indices: list[int], dtype: torch.dtype = torch.bfloat16, name: str = "
         (delta([1, 1]), {"base": "digest"}, "does not rise"),
         (delta([-1, 1]), {"base": "digest"}, "does not rise"),
         (delta([1, 6]), {"base": "digest"}, "below 6"),
+        (delta([3, 5 - (1 << 31), -1, 0, 5]), {"base": "digest"}, "does not rise"),  # by differences of 32 bits it does
         (delta([1], torch.float32), {"base": "digest"}, "is F32, but the tensor is BF16"),
         ({"a.indices": torch.zeros(1, dtype=torch.int32)}, {"base": "digest"}, "has no 'a.values'"),
         ({**delta([1]), "a.indices": torch.zeros(1)}, {"base": "digest"}, "is F32 of shape"),
