@@ -16,7 +16,7 @@ class TargetPlanner(PlannerFeature):
 
     def __init__(self, parts: PlannerParts) -> None:
         self._requests = parts.requests
-        self._turns = RowTurns(parts.table, parts.decodes, lambda: self._budget.decodes())
+        self._turns = RowTurns(parts.table, parts.decodes, StepBudget(parts.limits.itl_target_s))
         self.retuned(parts.limits)
 
     def retuned(self, limits: PlannerLimits) -> None:
@@ -24,6 +24,7 @@ class TargetPlanner(PlannerFeature):
         self.is_on = limits.itl_target_s > 0
         self._budget = StepBudget(limits.itl_target_s)
         self._turns.end()
+        self._turns.budget = self._budget
 
     def prefill_tokens(self, num_decodes: int, most: int) -> int:
         return self._budget.prefill_tokens(num_decodes, most)

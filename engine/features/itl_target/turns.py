@@ -5,9 +5,9 @@ A tenant that has its share of rows or fewer has all of them in each step.
 """
 
 import math
-from collections.abc import Callable
 from itertools import chain
 
+from engine.features.itl_target.budget import StepBudget
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.rows import RowTable
 
@@ -15,14 +15,12 @@ TURN = 8  # steps until rows that sit out take the place of others of their tena
 
 
 class RowTurns:
-    """The turns of one planner.
+    """The turns of one planner.  budget: the number of rows that fit in a step is read from it."""
 
-    fitting: returns how many rows fit in a step."""
-
-    def __init__(self, table: RowTable, decodes: Decodes, fitting: Callable[[], float]) -> None:
+    def __init__(self, table: RowTable, decodes: Decodes, budget: StepBudget) -> None:
+        self.budget = budget
         self._table = table
         self._decodes = decodes
-        self._fitting = fitting
         self._out: dict[int, None] = {}  # the row that has waited longest comes first
         self._most = math.inf  # rows that may decode until the turn is over
         self._num_steps_left = 0
@@ -70,7 +68,7 @@ class RowTurns:
             sequence = self._table.sequences[row]
             assert sequence is not None, f"row {row} is free"
             tenants.setdefault(sequence.tenant, []).append(row)
-        most = self._fitting() if len(tenants) > 1 else math.inf
+        most = self.budget.decodes() if len(tenants) > 1 else math.inf
         if len(decoding) + len(self._out) <= most:
             self.end()
             self._most = most
