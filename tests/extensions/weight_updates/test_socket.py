@@ -67,9 +67,9 @@ def test_what_is_no_message_is_answered_and_the_next_one_is_served(live: LiveSys
 def test_no_descriptor_stays_open(live: LiveSystem, storage: Path) -> None:
     tensors = {NAME: load_file(DEMO / "model.safetensors")[NAME]}
     counts = []
-    for _ in range(3):
+    for _ in range(6):
         send_weights(storage / "weights.sock", tensors)
         with pytest.raises(WeightsError):
             send_weights(storage / "weights.sock", {"other": tensors[NAME]})
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[1] == counts[2]
+    assert counts[-1] - counts[1] < 4, "one that stays open of each update would make it four"
