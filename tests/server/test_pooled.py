@@ -141,6 +141,27 @@ def test_a_reranker_scores_and_ranks(reranker: EngineServer) -> None:
     assert post(reranker, "/classify", input="x")["data"][0]["label"] == "LABEL_0"
 
 
+def test_texts_are_ranked_as_other_servers_clients_have_them(reranker: EngineServer) -> None:
+    scores = [one["score"] for one in post(reranker, "/score", text_1=QUERY, text_2=DOCUMENTS)["data"]]
+    ranks = sorted(range(3), key=lambda index: -scores[index])
+    ranked = post(reranker, "/rerank", query=QUERY, texts=DOCUMENTS)
+    assert [sorted(one) for one in ranked] == [["index", "score"]] * 3
+    assert [one["index"] for one in ranked] == ranks
+    assert [one["score"] for one in ranked] == pytest.approx([scores[index] for index in ranks], abs=1e-6)
+    raw = post(reranker, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=True, return_text=True, truncate=True)
+    assert [one["text"] for one in raw] == [DOCUMENTS[index] for index in ranks]
+    logits = [one["score"] for one in raw]
+    assert [1 / (1 + np.exp(-one)) for one in logits] == pytest.approx([scores[index] for index in ranks], abs=1e-5)
+    passages = [{"text": text} for text in DOCUMENTS]
+    ranking = post(reranker, "/v1/ranking", model="m", query={"text": QUERY}, passages=passages, truncate="END")
+    assert [one["index"] for one in ranking["rankings"]] == ranks
+    assert [one["logit"] for one in ranking["rankings"]] == pytest.approx(logits, abs=1e-6)
+    assert refused(reranker, "/v1/ranking", query={"text": "x"}, passages=[])["param"] == "passages"
+    assert refused(reranker, "/rerank", query="x", texts=[])["param"] == "texts"
+    assert refused(reranker, "/rerank", query="x", texts=["x"], documents=["x"])["param"] == "documents"
+    assert refused(reranker, "/rerank", query="x")["param"] == "documents"
+
+
 def test_a_classifier_names_its_labels(classifier: EngineServer) -> None:
     answer = post(classifier, "/classify", input=DOCUMENTS)
     assert answer["object"] == "list"

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from engine.features.pooling.requests import PooledRequests
+from engine.features.pooling.requests import LONGEST, PooledRequests
 from engine.types.errors import FieldError
 from server.extensions.pooling.requests import PooledEndpoint, PooledFields, PooledUsage
 from server.generate.generation import Generation
@@ -42,10 +42,17 @@ class Document(msgspec.Struct, frozen=True):
 class RerankBody(PooledFields, frozen=True, kw_only=True):
     """Documents to rank.
 
+    texts: the documents of clients of Text Embeddings Inference, which get a list of ``RankedText``.
+    raw_scores, return_text, truncate: theirs too; scores before the last function, texts in the answer, and a pair
+    that is too long loses its end.
     top_n, or Voyage's name top_k: how many of the best are answered; all if it is left out or 0."""
 
     query: str
-    documents: list[str | Document]
+    documents: list[str | Document] | None = None
+    texts: list[str] | None = None
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    truncate: bool | None = None
     top_n: Count | None = None
     top_k: Count | None = None
     return_documents: bool | None = None
@@ -76,6 +83,14 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     document: Document | UnsetType = UNSET
     relevance_score: float
+
+
+class RankedText(msgspec.Struct, frozen=True, kw_only=True):
+    """A ranked text.  index: of the text in the request."""
+
+    index: int
+    text: str | UnsetType = UNSET
+    score: float
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,20 +144,36 @@ class Rerank(PooledEndpoint[RerankBody]):
     id_prefix = "rerank-"
 
     def translate(self, body: RerankBody) -> Generation:
-        if not body.documents:
-            raise FieldError("documents", "an empty list; expected at least one")
+        if (body.documents is None) == (body.texts is None):
+            raise FieldError("documents", "exactly one of documents and texts is needed")
+        if not (documents := _documents(body)):
+            raise FieldError(self.rename("prompt", body), "an empty list; expected at least one")
+        if body.truncate and body.truncate_prompt_tokens is None:
+            body = msgspec.structs.replace(body, truncate_prompt_tokens=LONGEST)
         requests = self.translator.requests
-        prompts = requests.pairs([body.query], [_text(one) for one in body.documents])
-        return self.translator.generation(body, prompts, requests.params(), "documents")
+        prompts = requests.pairs([body.query], documents)
+        return self.translator.generation(body, prompts, requests.params(), self.rename("prompt", body))
 
     def rename(self, field: str, body: RerankBody) -> str:
-        return "documents" if field in ("prompt", "messages") else field
+        if field not in ("prompt", "messages"):
+            return field
+        return "documents" if body.texts is None else "texts"
 
-    def answer(self, name: str, body: RerankBody, outputs: list[bytes], usage: PooledUsage) -> Ranking:
-        scores = _scores(self.translator.requests, body, outputs, 1)
+    def answer(
+        self, name: str, body: RerankBody, outputs: list[bytes], usage: PooledUsage
+    ) -> Ranking | list[RankedText]:
+        if body.raw_scores:
+            body = msgspec.structs.replace(body, use_activation=False)
+        scores, documents = _scores(self.translator.requests, body, outputs, 1), _documents(body)
         results, most = [], body.top_k if body.top_n is None else body.top_n
-        for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: most or None]:
-            document = Document(_text(body.documents[index])) if body.return_documents is not False else UNSET
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: most or None]
+        if body.texts is not None:
+            return [
+                RankedText(index=one, text=documents[one] if body.return_text else UNSET, score=scores[one])
+                for one in order
+            ]
+        for index in order:
+            document = Document(documents[index]) if body.return_documents is not False else UNSET
             results.append(Ranked(index=index, document=document, relevance_score=scores[index]))
         return Ranking(id=name, model=self.translator.card.name, usage=usage, results=results)
 
@@ -171,5 +202,7 @@ def _sides(body: ScoreBody) -> tuple[list[str], list[str]]:
     return ([first] if isinstance(first, str) else first), ([second] if isinstance(second, str) else second)
 
 
-def _text(document: str | Document) -> str:
-    return document if isinstance(document, str) else document.text
+def _documents(body: RerankBody) -> list[str]:
+    if body.texts is not None:
+        return body.texts
+    return [one if isinstance(one, str) else one.text for one in body.documents or ()]
