@@ -70,6 +70,7 @@ class LocalFleet:
         """Returns where an engine listens; starts it if it has ended."""
         if self._processes[number].poll() is not None and not self._stopped[number]:
             log.warning("engine %d ended with code %d; it is started again", number, self._processes[number].returncode)
+            self._end(number)
             self._processes[number] = self._start(number)
         process = self._processes[number]
         known = getattr(process, "url", "")
