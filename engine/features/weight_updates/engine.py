@@ -202,15 +202,15 @@ class WeightsFeature(EngineFeature):
                 if pieces:
                     await self._change(pieces, UpdateWeights(directory="", version=version))
             case UpdateWeights():
+                if asked.is_piece and self._pieces is not None and len(self._pieces) == MOST_PIECES:
+                    raise RequestError(f"an update has {MOST_PIECES} pieces at most; finish this one")
                 path = await asyncio.to_thread(self._placed, asked)
                 if asked.announced:
                     await asyncio.to_thread(check_announced, path, asked.announced)
                 if not asked.is_piece or self._pieces is None:
                     await self._change([path], asked)
-                elif path.is_dir() or len(self._pieces) == MOST_PIECES:
-                    raise RequestError(
-                        f"a piece of an update is a file of tensors, and there are {MOST_PIECES} pieces at most"
-                    )
+                elif path.is_dir():
+                    raise RequestError(f"{path}: a piece of an update is a file of tensors, not a directory")
                 else:
                     self._pieces.append(path)
 

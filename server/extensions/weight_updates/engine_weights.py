@@ -3,11 +3,16 @@
 Owns: the way of a command to the engine, and the answer of most routes.  Does not know: bodies, what weights are.
 """
 
+import asyncio
+import os
+from typing import Final
+
 import msgspec
 from aiohttp import web
 
 from engine.actors.operations import Operate
 from engine.features.weight_updates.engine import Asked, WeightsState
+from engine.features.weight_updates.memory import place
 from engine.features.weight_updates.messages import NAME, Mode
 from engine.types.errors import FieldError, RequestError
 from server.backend import Operations
@@ -16,6 +21,9 @@ from server.backend import Operations
 MODES: dict[str, Mode] = {
     "abort": "abort", "finish": "finish", "wait": "finish", "keep": "keep", "in_place": "keep", "retract": "retract",
 }  # fmt: skip
+
+
+MOST_ASKED: Final = 16  # commands without an answer, each of which may have memory
 
 
 class WeightsAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,17 +45,44 @@ class EngineWeights:
 
     def __init__(self, operations: Operations | None) -> None:
         self._engine = operations
+        self._asking: set[asyncio.Task[WeightsState]] = set()
 
-    async def ask(self, asked: Asked) -> WeightsState:
-        """Do a command, and return the state after it.  Raises RequestError."""
-        if self._engine is None:
-            raise RequestError("the weights of one of several engines do not change", status=404, code="weights_off")
-        ask = Operate(what="feature", feature=NAME, text=msgspec.json.encode(asked).decode())
-        return msgspec.json.decode(await self._engine.operate(ask), type=WeightsState)
+    async def ask(self, asked: Asked, memory: int | None = None) -> WeightsState:
+        """Do a command, and return the state after it.  Raises RequestError.
 
-    async def do(self, asked: Asked) -> WeightsAnswer:
-        """Do a command, and return what a route answers.  Raises RequestError."""
-        state = await self.ask(asked)
+        memory: with the tensors of an ``UpdateWeights``; it is closed once the command has ended.
+        A client that leaves does not end it:
+        the engine goes on with what it has begun."""
+        if len(self._asking) >= MOST_ASKED:
+            _close(memory)
+            raise RequestError(
+                f"{MOST_ASKED} commands about weights are under way", status=429, code="too_many_updates"
+            )
+        task = asyncio.create_task(self._ask(asked, memory), name="weights")
+        self._asking.add(task)
+        task.add_done_callback(self._asked)
+        return await asyncio.shield(task)
+
+    def _asked(self, task: asyncio.Task[WeightsState]) -> None:
+        self._asking.discard(task)
+        if not task.cancelled():
+            task.exception()  # its client may have left
+
+    async def _ask(self, asked: Asked, memory: int | None) -> WeightsState:
+        try:
+            if self._engine is None:
+                reason = "the weights of one of several engines do not change"
+                raise RequestError(reason, status=404, code="weights_off")
+            if memory is not None:
+                asked = msgspec.structs.replace(asked, directory=str(place(memory)))
+            ask = Operate(what="feature", feature=NAME, text=msgspec.json.encode(asked).decode())
+            return msgspec.json.decode(await self._engine.operate(ask), type=WeightsState)
+        finally:
+            _close(memory)
+
+    async def do(self, asked: Asked, memory: int | None = None) -> WeightsAnswer:
+        """Do a command, and return what a route answers; see ``ask``.  Raises RequestError."""
+        state = await self.ask(asked, memory)
         return WeightsAnswer(
             weight_version=state.version,
             number=state.number,
@@ -56,6 +91,11 @@ class EngineWeights:
             took_s=round(state.took_s, 6),
             released=state.released,
         )
+
+
+def _close(memory: int | None) -> None:
+    if memory is not None:
+        os.close(memory)
 
 
 def mode_of(given: str) -> Mode:

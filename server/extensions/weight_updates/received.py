@@ -7,8 +7,7 @@ import asyncio
 import base64
 import binascii
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Final
 
 from aiohttp import web
@@ -19,15 +18,6 @@ from engine.types.errors import FieldError, RequestError
 from server.http.body import LEAST_BYTES_PER_S
 
 BODY_TYPE: Final = "application/octet-stream"
-
-
-@contextmanager
-def closed(memory: int) -> Iterator[int]:
-    """Close memory at the end."""
-    try:
-        yield memory
-    finally:
-        os.close(memory)
 
 
 async def body_in_memory(request: web.Request, most: int, timeout_s: float) -> int:

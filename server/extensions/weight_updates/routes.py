@@ -20,12 +20,12 @@ from engine.features.weight_updates.engine import (
     ResumeRows,
     UpdateWeights,
 )
-from engine.features.weight_updates.memory import SPELLINGS, place
+from engine.features.weight_updates.memory import SPELLINGS
 from engine.features.weight_updates.messages import Announced
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from server.extensions.weight_updates.engine_weights import EngineWeights, WeightsAnswer, mode_of, refuse_weights
-from server.extensions.weight_updates.received import BODY_TYPE, body_in_memory, closed, decoded, tensors_in_memory
+from server.extensions.weight_updates.received import BODY_TYPE, body_in_memory, decoded, tensors_in_memory
 from server.http.body import BodyReader, media_type
 from server.http.exchange import refuse_foreign_page
 from server.http.operation import operation
@@ -115,10 +115,10 @@ class WeightRoutes:
         A body of bytes is a file of tensors, and its query has the fields of ``UpdateBody``."""
         if media_type(request) == BODY_TYPE:
             refuse_foreign_page(request)
-            body = _queried(request)
+            update = _update(_queried(request))
             most = (await self._weights.ask(Describe())).most_bytes
-            with closed(await body_in_memory(request, most, self._server.client_timeout_s)) as memory:
-                return json_reply(await self._weights.do(_update(body, str(place(memory)))))
+            memory = await body_in_memory(request, most, self._server.client_timeout_s)
+            return json_reply(await self._weights.do(update, memory))
         body = await self._updates.read(request)
         if (info := body.update_info) is None:
             if not body.path:
@@ -129,8 +129,9 @@ class WeightRoutes:
             update = _update(body, _path(info), is_sent=True, is_piece=True, announced=announced)
             return json_reply(await self._weights.do(update))
         content, widths = decoded("update_info.data", info.data), [_num_bytes(one) for one in announced]
-        with closed(tensors_in_memory(announced, widths, content)) as memory:
-            return json_reply(await self._weights.do(_update(body, str(place(memory)), is_piece=True)))
+        update = _update(body, is_piece=True)
+        memory = tensors_in_memory(announced, widths, content)
+        return json_reply(await self._weights.do(update, memory))
 
     @operation(
         "POST",
@@ -210,7 +211,7 @@ class WeightRoutes:
 
 def _update(
     body: UpdateBody,
-    directory: str,
+    directory: str = "",
     *,
     is_sent: bool = False,
     is_piece: bool = False,

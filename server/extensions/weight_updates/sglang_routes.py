@@ -10,13 +10,12 @@ from aiohttp import web
 from msgspec import Meta
 
 from engine.features.weight_updates.engine import PauseRows, RegainMemory, ReleaseMemory, UpdateWeights
-from engine.features.weight_updates.memory import place
 from engine.features.weight_updates.messages import TAGS, Mode, Tag
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from server.clients import Clients
 from server.extensions.weight_updates.engine_weights import EngineWeights, WeightsAnswer, mode_of, refuse_weights
-from server.extensions.weight_updates.received import bytes_in_memory, closed, decoded
+from server.extensions.weight_updates.received import bytes_in_memory, decoded
 from server.http.body import BodyReader
 from server.http.exchange import EXCHANGE, refuse_foreign_page
 from server.http.operation import operation
@@ -101,7 +100,7 @@ class SGLangRoutes:
     async def update_from_disk(self, request: web.Request) -> web.Response:
         """Answer when every rank has the weights of another checkpoint.  Raises RequestError: 400 to 415."""
         body = await self._from_disk.read(request)
-        return await self._update(body, body.model_path, is_sent=True)
+        return await self._update(body, body.model_path)
 
     @operation(
         "POST",
@@ -120,13 +119,15 @@ class SGLangRoutes:
         content = decoded("serialized_named_tensors", body.serialized_named_tensors[0])
         if content[8:9] != b"{":
             raise FieldError("serialized_named_tensors", PICKLED, code="unsupported_parameter")
-        with closed(bytes_in_memory(content)) as memory:
-            return await self._update(body, str(place(memory)), is_sent=False)
+        return await self._update(body, memory=bytes_in_memory(content))
 
-    async def _update(self, body: DiskBody | TensorBody, directory: str, *, is_sent: bool) -> web.Response:
+    async def _update(
+        self, body: DiskBody | TensorBody, directory: str = "", memory: int | None = None
+    ) -> web.Response:
         mode: Mode | None = "abort" if body.abort_all_requests else None
         version = body.weight_version or ""
-        state = await self._weights.do(UpdateWeights(directory=directory, version=version, mode=mode, is_sent=is_sent))
+        update = UpdateWeights(directory=directory, version=version, mode=mode, is_sent=memory is None)
+        state = await self._weights.do(update, memory)
         return json_reply(DiskAnswer(f"the weights are version {state.weight_version}"))
 
     @operation(

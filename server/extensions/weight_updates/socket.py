@@ -11,7 +11,8 @@ import logging
 import os
 import socket
 import struct
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -19,10 +20,8 @@ import msgspec
 from msgspec import Meta
 
 from engine.features.weight_updates.engine import UpdateWeights
-from engine.features.weight_updates.memory import place
 from engine.types.errors import ConfigError, RequestError
 from server.extensions.weight_updates.engine_weights import EngineWeights, WeightsAnswer, mode_of
-from server.extensions.weight_updates.received import closed
 from server.openai.requests import Short
 
 log = logging.getLogger(__name__)
@@ -61,10 +60,16 @@ class WeightsSocket:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if self._path.is_socket():
+                if _answers(self._path):
+                    reason = "another server listens there; give each its own path"
+                    raise ConfigError(f"server.weights_socket={self._path}: {reason}")
                 self._path.unlink()  # of a server that was killed
             listening.bind(str(self._path))
             self._path.chmod(0o600)
             listening.listen(BACKLOG)
+        except ConfigError:
+            listening.close()
+            raise
         except OSError as error:
             listening.close()
             raise ConfigError(f"server.weights_socket={self._path}: {error.strerror or error}") from None
@@ -84,7 +89,7 @@ class WeightsSocket:
         loop = asyncio.get_running_loop()
         while True:
             client, _ = await loop.sock_accept(listening)
-            with closing(client):
+            with closing(client), _shut_down(client):
                 answer = msgspec.json.encode(await self._answer(client)) + b"\n"
                 try:
                     await asyncio.wait_for(loop.sock_sendall(client, answer), self._timeout_s)
@@ -94,16 +99,19 @@ class WeightsSocket:
     async def _answer(self, client: socket.socket) -> WeightsAnswer | SocketError:
         try:
             line, memory = await asyncio.to_thread(_received, client, self._timeout_s)
-            with closed(memory):
+            try:
                 body = msgspec.json.decode(line, type=SocketBody)
                 update = UpdateWeights(
-                    directory=str(place(memory)),
+                    directory="",
                     version=body.version,
                     digest=body.digest,
                     mode=None if body.mode is None else mode_of(body.mode),
                     max_versions=body.max_versions,
                 )
-                return await self._weights.do(update)
+            except BaseException:
+                os.close(memory)
+                raise
+            return await self._weights.do(update, memory)
         except RequestError as error:
             return SocketError(error.message)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OSError) as error:
@@ -111,6 +119,29 @@ class WeightsSocket:
         except Exception:
             log.exception("weights cannot be taken from %s", self._path)
             return SocketError("internal error; the server log has the details")
+
+
+@contextmanager
+def _shut_down(client: socket.socket) -> Iterator[None]:
+    """End a connection, so that a thread which still reads from it ends too."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it is gone
+            client.shutdown(socket.SHUT_RDWR)
+
+
+def _answers(path: Path) -> bool:
+    """Return whether a server listens on a socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.setblocking(False)
+        try:
+            other.connect(str(path))
+        except BlockingIOError:  # its queue is full
+            return True
+        except OSError:
+            return False
+        return True
 
 
 def _received(client: socket.socket, timeout_s: float) -> tuple[bytes, int]:
