@@ -312,10 +312,11 @@ class Scene:
         except Exception as error:
             self._fail(error)
         finally:
-            for task in asyncio.all_tasks(self.loop):
-                task.cancel()
-            self.loop.call_later(1.0, self.loop.stop)
-            self.loop.run_forever()
+            while tasks := asyncio.all_tasks(self.loop):  # one that ends may have begun another
+                for task in tasks:
+                    task.cancel()
+                self.loop.call_later(1.0, self.loop.stop)
+                self.loop.run_forever()
             asyncio.set_event_loop(None)
             self.loop.close()
             logging.disable(level)
