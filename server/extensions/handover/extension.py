@@ -38,6 +38,10 @@ class HandoverExtension(Extension):
     def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
         if parsed.prefill is None and parsed.decode is None:
             return None
+        if any(one is not None for one in (parsed.replicas, parsed.on, parsed.fleet)):
+            raise ConfigError(
+                "--prefill and --decode run engines of this machine; leave out --replicas, --on and --fleet"
+            )
         from server.extensions.handover.split import serve_split
 
         if isinstance(config, SeveralModels):

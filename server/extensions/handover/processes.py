@@ -60,6 +60,7 @@ class LocalFleet:
             [sys.executable, "-m", "server.extensions.handover.engine_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # an interrupt at a terminal is for the router, which drains them
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(start) + b"\n")

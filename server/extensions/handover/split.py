@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 LEAST_BODY: Final = 256  # bytes; the prompt of a shorter one is computed as fast as its pages would come
 LOOK_EVERY_S: Final = 0.1
 LINGER_S: Final = 3.0  # of a drained engine, whose rows go on elsewhere with its pages
+NO_WISH: Final = HandoverHeader().as_headers()  # also in place of a client's own header
 
 
 class SplitReplicas(Replicas):
@@ -76,6 +77,7 @@ class SplitProxy(Proxy):
     async def send_on(self, request: web.Request, body: bytes, passage: Passage | None = None) -> web.StreamResponse:
         """Send a request on, as ``Proxy`` does, after its prompt has been computed."""
         declared = request[EXCHANGE].operation
+        request[MORE_HEADERS] = NO_WISH
         if declared is not None and declared.generates and len(body) >= LEAST_BODY:
             request[MORE_HEADERS] = await self._prefilled(request, body)
         return await super().send_on(request, body, passage)
@@ -86,7 +88,7 @@ class SplitProxy(Proxy):
         replicas = self._replicas
         assert isinstance(replicas, SplitReplicas)
         last = next((one for one in replicas.all if one.name == request[EXCHANGE].replica and one.moves), None)
-        request[MORE_HEADERS] = {} if last is None else HandoverHeader(peer=last.name, id=_new_id()).as_headers()
+        request[MORE_HEADERS] = NO_WISH if last is None else HandoverHeader(peer=last.name, id=_new_id()).as_headers()
         return await super().go_on(delivery, blocks)
 
     async def _prefilled(self, request: web.Request, body: bytes) -> dict[str, str]:
@@ -95,7 +97,7 @@ class SplitProxy(Proxy):
         replicas = self._replicas
         assert isinstance(replicas, SplitReplicas)
         if (replica := replicas.choose_prefilling()) is None:
-            return {}
+            return NO_WISH
         name = _new_id()
         asking = asyncio.ensure_future(self._ask_prefill(replica, request, body, name))
         try:
@@ -105,7 +107,7 @@ class SplitProxy(Proxy):
         finally:
             asking.cancel()
         if not asking.done() or asking.cancelled() or not asking.result():
-            return {}
+            return NO_WISH
         return HandoverHeader(peer=replica.name, claim=name, id=name).as_headers()
 
     async def _ask_prefill(self, replica: Replica, request: web.Request, body: bytes, name: str) -> bool:

@@ -201,6 +201,11 @@ class SharedFleet(RayFleet):
         super().__init__(config, size)
         terms = self._ray.get([actor.terms.remote() for actor in self._actors])
         if any(one != self._terms for one in terms):
+            for actor, one in zip(self._actors, terms, strict=True):
+                if (
+                    one == self._terms
+                ):  # this router has started it, and would leave it to a fleet that does not want it
+                    self._ray.kill(actor, no_restart=True)
             raise ConfigError(
                 f"the fleet {name!r} runs with other settings, another number of replicas or another "
                 "placement.cluster_key: start this router with those, or choose another name"

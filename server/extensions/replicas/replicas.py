@@ -191,7 +191,13 @@ class Replicas:
             await asyncio.sleep(self._check_every_s)
 
     async def _is_running(self, replica: Replica) -> bool:
-        return isinstance(self._fleet, LastingFleet) and await self._fleet.is_running(self.all.index(replica))
+        if not isinstance(self._fleet, LastingFleet):
+            return False
+        try:
+            return await self._fleet.is_running(self.all.index(replica))
+        except Exception as error:  # of a cluster that cannot be asked now
+            log.warning("whether %s runs is not known: %s", replica.name, error)
+            return False
 
     async def _find(self, replica: Replica) -> None:
         num_starts = replica.num_starts

@@ -506,3 +506,23 @@ async def test_replicas_of_several_routers_outlive_one_and_what_another_router_s
         fleet.running.add(0)
         await one.until(lambda: replica.state is State.READY)
         assert fleet.started == [], "this router has not"
+
+
+async def test_a_router_goes_on_watching_when_a_cluster_cannot_be_asked() -> None:
+    class Unreachable(FakeLastingFleet):
+        """It can be asked once a replica is running again."""
+
+        async def is_running(self, number: int) -> bool:
+            if not self.running:
+                raise RuntimeError("the cluster does not answer")
+            return number in self.running
+
+    async with routed(new_fleet=Unreachable) as one:
+        fleet, replica = one.fleet, one.replicas.all[0]
+        assert isinstance(fleet, Unreachable)
+        await one.replicas.drain(replica)
+        await asyncio.sleep(0.05)
+        assert replica.state is State.STOPPED
+        fleet.replicas[0].url = ""
+        fleet.running.add(0)
+        await one.until(lambda: replica.state is State.READY)

@@ -1,6 +1,8 @@
 """What replicas on other machines hold requests to, and what they are given."""
 
 import hashlib
+import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,7 +11,13 @@ from aiohttp import web
 from engine.config import Config, build_config
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
-from server.extensions.replicas.ray_fleet import LOOPBACK, config_of_replicas, host_of_replica, terms_of
+from server.extensions.replicas.ray_fleet import (
+    LOOPBACK,
+    SharedFleet,
+    config_of_replicas,
+    host_of_replica,
+    terms_of,
+)
 from server.extensions.replicas.secret import HEADER, FleetSecret, require_secret, with_hashed_keys
 from server.http.connection import HttpRunner
 from server.http.listener import bind, url_of
@@ -80,3 +88,59 @@ def test_routers_agree_on_all_settings_but_where_they_listen() -> None:
     assert terms_of(given, 2, "d") == terms_of(same, 2, "d")
     digests = {terms_of(one, 2, "d") for one in (given, *others)}
     assert len(digests | {terms_of(given, 3, "d"), terms_of(given, 2, "e")}) == 5
+
+
+class FakeRay:
+    """A cluster on which the first replica of a fleet runs already, with other terms."""
+
+    def __init__(self) -> None:
+        self.killed: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **named: self
+
+    def nodes(self) -> list[str]:
+        return ["one"]
+
+    def cluster_resources(self) -> dict[str, int]:
+        return {}
+
+    def remote(self, *args: Any, **named: Any) -> Any:
+        return lambda kind: FakeActors()
+
+    def get(self, terms: list[str]) -> list[str]:
+        return terms
+
+    def kill(self, actor: Any, *, no_restart: bool) -> None:
+        self.killed.append(actor.name)
+
+
+class FakeActors:
+    """Makes the actors of such a cluster."""
+
+    name = ""
+    given = ""
+
+    def options(self, *, name: str, **named: object) -> "FakeActors":
+        made = FakeActors()
+        made.name = name
+        return made
+
+    def remote(self, *arguments: str) -> Any:
+        if arguments:
+            self.given = arguments[-1]
+            return self
+        return "other terms" if self.name == "main-0" else self.given
+
+    @property
+    def terms(self) -> "FakeActors":
+        return self
+
+
+def test_a_router_that_a_fleet_refuses_leaves_no_replica_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
+    config = build_config(Config(), {"placement": {"cluster_key": "c" * 32}})
+    with pytest.raises(ConfigError, match="runs with other settings, another number of replicas"):
+        SharedFleet(config, 3, "main")
+    assert ray.killed == ["main-1", "main-2"], "what it has started ends, and what others use goes on"
