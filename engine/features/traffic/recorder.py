@@ -157,7 +157,7 @@ class TraceRecorder:
 
     def _take(self) -> None:
         tokens: list[Tokens] = []
-        for _ in range(len(self._notes)):  # those that come meanwhile are of the next batch, which may be another file's
+        for _ in range(len(self._notes)):  # those that come meanwhile are of the next batch
             at, message = self._notes.popleft()
             match message:
                 case Step():
