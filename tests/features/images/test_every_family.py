@@ -10,6 +10,7 @@ import pytest
 from engine.config import Config
 from engine.plugins.parsers import plugin_codec
 from engine.text.turns import read_turn
+from engine.types.errors import ConfigError
 from tests.features.images import made
 from tests.features.images.served import ONE, THREE, chat, checkpoint, encoded, engine, expected, message, params
 from tests.features.images.test_films import asked, filming, frames
@@ -22,6 +23,8 @@ MIXED = [message(THREE), message(ONE), message(THREE)]
 RANKS = {"device": {"tensor_parallel": 2, "threads": 1, "kind": "cpu"}}
 FILMED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "internvl", "llava_onevision")
 # The decoder of Gemma 4 is transformers' own, which has one rank.
+# Experts are chosen by torch's product, and transformers' code adds in an order of its own.
+VARYING = {"qwen3_vl_moe", "gemma4", "gemma4_small"}
 DIVIDED = [name for name in made.KINDS if not name.startswith("gemma4")]
 
 
@@ -63,6 +66,11 @@ def longest_prompt(name: str, folder: Path) -> int:
 
 @pytest.mark.parametrize("name", made.KINDS)
 def test_one_digest_in_invariant_numerics(name: str, folder: Path) -> None:
+    if name in VARYING:
+        invariant = {"dtype": "float32", "numerics": "invariant"}
+        with pytest.raises(ConfigError, match="numerics=invariant"), engine(checkpoint(name, folder), model=invariant):
+            pass
+        return
     found = set()
     for tables in ({}, {"scheduler": {"max_running": 2}}, {"images": {"cache_tokens": 400}}):
         config: dict[str, Any] = {"model": {"dtype": "float32", "numerics": "invariant"}, "device": {"threads": 1}}

@@ -77,7 +77,9 @@ def blueprint_of(scenario: Scenario, proposer: str = "") -> Blueprint:
 @contextmanager
 def strange_plugins() -> Iterator[None]:
     """The simulation's proposers may come back from a state."""
-    with mock.patch.object(state, "MODULES", (*state.MODULES, "tests", "engine.plugins")):
+    with mock.patch.object(
+        state, "MODULES", (*state.MODULES, "tests", "server.extensions.chaos.sim", "engine.plugins")
+    ):
         yield
 
 
