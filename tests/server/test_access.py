@@ -31,7 +31,7 @@ CHANGING = ("/apply", "/sleep", "/wake_up", "/start_profile", "/stop_profile", "
             "/update_weights_from_tensor", "/update_weights_from_distributed", "/update_weights_from_ipc",
             "/init_weights_update_group", "/pause", "/pause_generation", "/resume", "/continue_generation",
             "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine",
-            "/release_memory_occupation", "/resume_memory_occupation", "/flush_cache")  # fmt: skip
+            "/release_memory_occupation", "/resume_memory_occupation")  # fmt: skip
 SHOWING = (
     "/metrics",
     "/stats",
@@ -46,6 +46,7 @@ SHOWING = (
     "/weight_info",
     "/get_world_size",
     "/is_paused",
+    "/flush_cache",
 )
 OPEN = {"/", "/page/{name}", "/health", "/ping", "/ready", "/api/version"}
 
