@@ -3,12 +3,14 @@
 Owns: how films are packed, which files move.  Does not know: models, limits, which frames a model is shown.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from io import BytesIO
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from engine.text.mp4_files import is_mp4, mp4_frames, mp4_length
 from engine.text.picture_files import read_picture
 from engine.types.errors import RequestError
 from engine.types.prompt import Film
@@ -38,17 +40,20 @@ class FilmFile(msgspec.Struct, frozen=True, array_like=True):
         except msgspec.MsgspecError as error:
             raise _unreadable(error) from None
 
-    def frames(self, indices: Sequence[int]) -> "list[Image]":
-        """Return these frames in RGB, by ascending numbers.  Raises RequestError."""
+    def frames(self, indices: Sequence[int]) -> "Iterator[Image]":
+        """Yield these frames in RGB, by ascending numbers.  Raises RequestError."""
         if len(self.files) > 1:
-            return [read_picture(self.files[index]) for index in indices]
+            yield from (read_picture(self.files[index]) for index in indices)
+            return
         try:
-            moving, found = _opened(self.files[0]), []
+            if is_mp4(self.files[0]):
+                yield from _chosen(self.files[0], indices)
+                return
+            moving = _opened(self.files[0])
             for index in indices:
                 moving.seek(index)
-                found.append(moving.convert("RGB"))
-            return found
-        except Exception as error:  # Pillow raises errors of every kind for broken files
+                yield moving.convert("RGB")
+        except Exception as error:  # Pillow and PyAV raise errors of every kind for broken files
             raise _unreadable(error) from None
 
 
@@ -68,6 +73,9 @@ def film_of(files: Sequence[bytes], sizes: Sequence[tuple[int, int]], fps: float
 
 def moving_film(data: bytes) -> tuple[FilmFile, tuple[int, int]]:
     """Return the film of a file that has all frames, and their width and height.  Raises RequestError."""
+    if is_mp4(data):
+        num_frames, fps, size = mp4_length(data)
+        return FilmFile(Film(num_frames, fps), (data,)), size
     try:
         moving, milliseconds = _opened(data), 0.0
         num_frames = int(getattr(moving, "n_frames", 1))
@@ -83,6 +91,19 @@ def moving_film(data: bytes) -> tuple[FilmFile, tuple[int, int]]:
     return FilmFile(Film(num_frames, fps), (data,)), moving.size
 
 
+def _chosen(data: bytes, indices: Sequence[int]) -> "Iterator[Image]":
+    """Yield frames of an MP4 by their numbers, which ascend and may come again."""
+    left = list(reversed(indices))
+    with closing(mp4_frames(data)) as frames:
+        for number, frame in enumerate(frames):
+            while left and left[-1] == number:
+                left.pop()
+                yield frame
+            if not left:
+                return
+    raise ValueError(f"an MP4 has no frame {left[-1]}")
+
+
 def _opened(data: bytes) -> "Image":
     from PIL import Image  # an optional package, which only pictures need
 
@@ -92,5 +113,6 @@ def _opened(data: bytes) -> "Image":
 def _unreadable(error: Exception) -> RequestError:
     formats = ", ".join(MOVING)
     return RequestError(
-        f"a video cannot be read ({error}); it must be a moving {formats}, or a list of frames", param="messages"
+        f"a video cannot be read ({error}); it must be an MP4, a moving {formats}, or a list of frames",
+        param="messages",
     )

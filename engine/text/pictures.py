@@ -99,6 +99,11 @@ class PlacedPicture(msgspec.Struct, frozen=True, array_like=True):
         return np.frombuffer(self.places, dtype=np.int32)
 
     @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The first and last positions, plus 1, of places in a row: a film may have text between its frames."""
+        return runs_of(self.places_n)
+
+    @property
     def start(self) -> int:
         """The first position."""
         return int(self.places_n[0])
@@ -191,6 +196,11 @@ class PictureText:
                 )
             )
         return token_ids, RequestPart("", msgspec.msgpack.encode(placed))
+
+
+def runs_of(places_n: Int32) -> list[tuple[int, int]]:
+    """Return the runs of ascending positions that follow each other: the first one, and the one after the last."""
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places_n, np.flatnonzero(np.diff(places_n) != 1) + 1)]
 
 
 def picture_ids(key: str, count: int) -> Int32:

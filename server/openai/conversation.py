@@ -30,7 +30,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 VARIABLES = "chat_template_kwargs"
 TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 PICTURE_TYPES = frozenset({"image_url", "input_image", "computer_screenshot"})
-FILM_TYPES = frozenset({"video_url", "video"})
+FILM_TYPES = frozenset({"video_url", "video", "input_video"})
 # Types of parts, in all APIs, that other models could read -> what they are.
 UNREADABLE = {
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),

@@ -1,4 +1,4 @@
-// Pictures for the next message: dropped on the form or pasted into it, and shown small.
+// Pictures and videos for the next message: dropped on the form or pasted into it, and shown small; a video is a word.
 
 export class Pictures {
   #shelf = null;
@@ -26,7 +26,7 @@ export class Pictures {
   }
 
   #read(event, files) {
-    const pictures = [...files].filter((file) => file.type.startsWith("image/"));
+    const pictures = [...files].filter((file) => /^(image|video)\//.test(file.type));
     if (pictures.length || event.type === "drop") event.preventDefault();
     for (const file of pictures) {
       const reader = new FileReader();
@@ -36,6 +36,11 @@ export class Pictures {
   }
 }
 
+export function isVideo(url) {
+  return url.startsWith("data:video/");
+}
+
 export function thumbnail(url) {
-  return Object.assign(document.createElement("img"), { src: url, alt: "Picture", className: "thumbnail" });
+  const alt = isVideo(url) ? "Video" : "Picture";
+  return Object.assign(document.createElement("img"), { src: url, alt, className: "thumbnail" });
 }

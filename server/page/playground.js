@@ -2,7 +2,7 @@
 
 import { stream } from "/page/api.js";
 import { showFenced } from "/page/fences.js";
-import { Pictures, thumbnail } from "/page/pictures.js";
+import { isVideo, Pictures, thumbnail } from "/page/pictures.js";
 import { copyButton, snippets } from "/page/snippets.js";
 
 const byId = (id) => document.getElementById(id);
@@ -273,7 +273,8 @@ class Turn {
 
 function asContent(text, pictures) {
   if (!pictures.length) return text;
-  return [...pictures.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
+  const kind = (url) => (isVideo(url) ? "video_url" : "image_url");
+  return [...pictures.map((url) => ({ type: kind(url), [kind(url)]: { url } })), { type: "text", text }];
 }
 
 function describe(usage, began, first, last) {

@@ -31,9 +31,9 @@ function asPython(path, body) {
   return lines.join("\n");
 }
 
-// A picture has more letters than there is to read.
+// A picture or video has more letters than there is to read.
 function shortened(_, value) {
-  return typeof value === "string" && value.startsWith("data:image/") ? `${value.slice(0, 40)}...` : value;
+  return typeof value === "string" && /^data:(image|video)\//.test(value) ? `${value.slice(0, 40)}...` : value;
 }
 
 // Of strings, numbers, lists and objects Python and JSON have the same literals.

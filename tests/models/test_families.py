@@ -127,18 +127,19 @@ pictures. On a GPU none of this has been checked yet.
   picture that ends it costs no other request anything. With `inline`, the default, it is a thread of the executor.
 - Refused by name: `prompt_logprobs`, `truncate_prompt_tokens` and embeddings of prompts with pictures; pictures with
   `plugins.proposer` `draft_model` or `eagle`, or with `kv.page_size = 1`; a picture of fewer than 4 tokens; videos
-  of Gemma 4 and of families without a processor of videos; Gemma 3n.
+  of families without a processor of videos; Gemma 3n.
 - A picture's `detail` is `auto`, `high` or `low`. `low` has fewer tokens where the processor has a way for it: no tiles
   for Idefics3, SmolVLM and InternVL, at most 512 x 512 pixels for Qwen, sides of at most 512 for Pixtral and Mistral 3,
   70 tokens for Gemma 4. Elsewhere it changes nothing. `auto` and `high` are what the processor gives by itself.
 - LLaVA-OneVision's pictures are cut into tiles however many a conversation has, so that its tokens stay the same when
   one more comes; the processor of transformers has no tiles where several are given at once.
-- Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, SmolVLM, LLaVA-OneVision and InternVL 3 read [videos](api.md#videos), with
-  the frames, pixels, texts and positions of transformers' processors of videos, and 64 greedy tokens equal. Those
-  processors need torchvision, and callboard does not. In Python a part is `{"type": "video", "video": FILM, "fps":
-  NUMBER}`: a path or the bytes of a moving GIF, WebP or PNG, or a list of pictures. Which frames of a file are shown is
-  what the checkpoint's settings say (`fps`, `num_frames`, `do_sample_frames`); Qwen3-VL and Qwen3.5 show two a second
-  if they say nothing, and the others every one. Of a list every frame is shown. A video's `detail` changes nothing.
+- Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 4, SmolVLM, LLaVA-OneVision and InternVL 3 read
+  [videos](api.md#videos), with the frames, pixels, texts and positions of transformers' processors of videos, and 64
+  greedy tokens equal. Those processors need torchvision, and callboard does not. In Python a part is `{"type": "video",
+  "video": FILM, "fps": NUMBER}`: a path or the bytes of an MP4 (`pip install 'callboard[video]'`) or of a moving GIF,
+  WebP or PNG, or a list of pictures. Which frames of a file are shown is what the checkpoint's settings say (`fps`,
+  `num_frames`, `do_sample_frames`); if they say nothing, Qwen3-VL and Qwen3.5 show two a second, Gemma 4 thirty-two,
+  and the others every one. Of a list every frame is shown. A video's `detail` changes nothing.
 - `return_prompt_ids` shows ids past the vocabulary for a picture's tokens.
 
 ## The text part of models that read images or sound

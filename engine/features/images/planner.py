@@ -45,7 +45,7 @@ class ImagesPlanner(PlannerFeature):
         self._num_requested = 0
         self._left: list[str] = []  # keys of pictures that ranks may keep from before a reset
         self._new_rows: dict[int, Pictures] = {}
-        self._whole: dict[int, list[PlacedPicture]] = {}  # by row, those that must be computed at once
+        self._whole: dict[int, list[tuple[int, int]]] = {}  # by row, positions that must be computed at once
         self._ends: dict[int, int] = {}  # by row, the tokens after which it needs no picture
         self._in_step: set[int] = set()  # rows that have a chunk in the step that is being planned
 
@@ -72,7 +72,7 @@ class ImagesPlanner(PlannerFeature):
                 code="too_many_pictures",
                 param="messages",
             )
-        longest = max((one.end - one.start for one in pictures if one.whole), default=0)
+        longest = max((end - start for one in pictures if one.whole for start, end in one.runs), default=0)
         if longest > (most := self._parts.limits.max_step_tokens):
             raise RequestError(
                 f"a picture of this request has {longest} tokens, which one step must compute at once, and "
@@ -186,7 +186,7 @@ class ImagesPlanner(PlannerFeature):
         if (pictures := sequence.notes.get(NAME)) is not None:
             self._new_rows[sequence.row] = pictures
             self._ends[sequence.row] = len(sequence.tokens)
-            if whole := [one for one in pictures if one.whole]:
+            if whole := [run for one in pictures if one.whole for run in one.runs]:
                 self._whole[sequence.row] = whole
             self._cache.rename(sequence.request_id, _user_of(sequence.row))
 
@@ -195,9 +195,9 @@ class ImagesPlanner(PlannerFeature):
         self._in_step.clear()
         if self._whole and step.prompts is not None:
             step.parts |= spans.part_of(
-                WholeSpan(row, one.start, one.end)
+                WholeSpan(row, first, end)
                 for row in step.prompts.rows.tolist()
-                for one in self._whole.get(row, ())
+                for first, end in self._whole.get(row, ())
             )
         if self._new_rows:
             step.parts |= part_of(
@@ -209,17 +209,17 @@ class ImagesPlanner(PlannerFeature):
         """Return the number of tokens that ends before a picture, or behind it, where it must be computed at once.
 
         It is more than ``most`` only where the row has no chunk in the step and such a picture is next."""
-        pictures = self._whole.get(row)
-        if pictures is None or most < 1:
+        whole = self._whole.get(row)
+        if whole is None or most < 1:
             return most
         start, goes_on = int(self._parts.table.num_computed[row]), row in self._in_step
         self._in_step.add(row)
-        for one in pictures:
-            if one.start < start < one.end:  # pages of its beginning were cached
-                most = max(most, one.end - start)
-            elif start <= one.start < start + most < one.end:
-                ahead = one.start - start
-                return ahead if ahead or goes_on else one.end - start
+        for first, end in whole:
+            if first < start < end:  # pages of its beginning were cached
+                most = max(most, end - start)
+            elif start <= first < start + most < end:
+                ahead = first - start
+                return ahead if ahead or goes_on else end - start
         return most
 
     def published(self, row: int, num_tokens: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.features.images.messages import RowPicture
+from engine.text.pictures import runs_of
 
 Int64 = npt.NDArray[np.int64]
 
@@ -26,10 +27,8 @@ class RowPositions:
         self._of_prompt_3P = np.empty((3, num_prompt_tokens), dtype=np.int64)
         at = number = 0
         for one in pictures:
-            places = one.places_n
-            runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
-            for run in runs:
-                first, end = int(run[0]), int(run[-1]) + 1
+            runs = runs_of(one.places_n)
+            for first, end in runs:
                 grid = (one.grid[0] // len(runs), *one.grid[1:])
                 assert end - first == np.prod(grid), f"{end - first} places in a row, for a grid of {grid}"
                 self._of_prompt_3P[:, at:first] = np.arange(first - at) + number

@@ -25,7 +25,7 @@ from engine.layers.step import StepTensors
 from engine.layers.upload import upload
 from engine.messages import Admission, Step
 from engine.plugins.encoder.encoder import Encoder
-from engine.text.pictures import FIRST_ID
+from engine.text.pictures import FIRST_ID, runs_of
 
 Int32 = npt.NDArray[np.int32]
 
@@ -142,13 +142,15 @@ class PictureRows:
         found = []
         for segment in self._segments:
             for one in self._pictures[segment.row]:
-                start, end = max(segment.start, int(one.places_n[0])), int(one.places_n[-1]) + 1
-                if start >= min(end, segment.start + segment.length):
-                    continue
-                if end > segment.start + segment.length:
-                    raise RuntimeError("a step has a part of a picture that must be computed at once")
-                first = segment.at + start - segment.start
-                found.append(WholePicture(first, first + end - start, start, self._slots(segment.row, end, step.pool)))
+                for begin, end in runs_of(one.places_n):
+                    start = max(segment.start, begin)
+                    if start >= min(end, segment.start + segment.length):
+                        continue
+                    if end > segment.start + segment.length:
+                        raise RuntimeError("a step has a part of a picture that must be computed at once")
+                    first = segment.at + start - segment.start
+                    slots_L = self._slots(segment.row, end, step.pool)
+                    found.append(WholePicture(first, first + end - start, start, slots_L))
         return WholeAttention(step.attention, self._spec, step.pool, found, in_windows=self._whole == "windows")
 
     def _slots(self, row: int, length: int, pool: KVPool) -> Tensor:

@@ -4,7 +4,7 @@ Legend: F frames · P patches · C colours · H, W pixels of a side
 Owns: scaling, normalizing and cutting frames.  Does not know: which frames are shown, models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -25,19 +25,21 @@ def film_inputs(films: FilmFamily, data: bytes, pictures: Any) -> dict[str, Any]
 
     data: the film.  pictures: the processor of pictures.  Raises RequestError for a film that cannot be read."""
     film = FilmFile.read(data)
-    width, height = film.frames([0])[0].size
+    width, height = next(film.frames([0])).size
     shown = films.shown(width, height, film.film)
     frames = film.frames(shown.indices)
     if films.pixels == "pictures":
-        found = pictures(images=[frames], do_image_splitting=False, return_tensors="pt")
+        found = pictures(images=[[*frames]], do_image_splitting=False, return_tensors="pt")
         return {name: found[name] for name in ("pixel_values", "pixel_attention_mask")}
     pixels_FCHW = scaled(frames, shown, films.settings)
     if films.pixels == "patches":
         return patches(pixels_FCHW, films.settings)
+    if films.pixels == "padded":
+        return padded_patches(pixels_FCHW, films.settings)
     return {"pixel_values": pixels_FCHW} if films.pixels == "frames" else {"pixel_values_videos": pixels_FCHW[None]}
 
 
-def scaled(frames: Sequence[Image], shown: Shown, settings: dict[str, Any]) -> Tensor:
+def scaled(frames: Iterable[Image], shown: Shown, settings: dict[str, Any]) -> Tensor:
     """Return pixels_FCHW of frames, normalized."""
     mode, size = MODES[settings.get("resample", BICUBIC)], (shown.height, shown.width)
     found = []
@@ -63,3 +65,19 @@ def patches(pixels_FCHW: Tensor, settings: dict[str, Any]) -> dict[str, Tensor]:
     ).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     flat = parts.reshape(-1, colours * depth * side * side)
     return {"pixel_values_videos": flat, "video_grid_thw": torch.tensor([grid])}
+
+
+def padded_patches(pixels_FCHW: Tensor, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the patches of each frame with their columns and lines, padded to the most patches of Gemma's encoders."""
+    side, num_frames = settings["patch_size"], len(pixels_FCHW)
+    lines, columns = (one // side for one in pixels_FCHW.shape[-2:])
+    parts = pixels_FCHW.view(num_frames, -1, lines, side, columns, side).permute(0, 2, 4, 3, 5, 1)
+    flat_FPX = parts.reshape(num_frames, lines * columns, -1)
+    line_P, column_P = torch.arange(lines).repeat_interleave(columns), torch.arange(columns).repeat(lines)
+    places_FP2 = torch.stack((column_P, line_P), dim=-1).expand(num_frames, -1, -1)
+    short = settings["max_soft_tokens"] * settings["pooling_kernel_size"] ** 2 - lines * columns
+    return {
+        "pixel_values_videos": F.pad(flat_FPX, (0, 0, 0, short)),
+        "video_position_ids": F.pad(places_FP2, (0, 0, 0, short), value=-1),
+        "num_frames_per_video": torch.tensor([num_frames]),
+    }

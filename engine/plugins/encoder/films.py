@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from engine.plugins.encoder.layouts import MOST_RATIO, FamilyFiles, check_strip
+from engine.plugins.encoder.layouts import MOST_RATIO, FamilyFiles, check_strip, gemma4_grid
 from engine.text.pictures import PictureLayout
 from engine.types.errors import RequestError
 from engine.types.prompt import Film
@@ -51,7 +51,8 @@ class Shown(NamedTuple):
 class FilmFamily(ABC):
     """A family that takes films.  placeholder: as in ``FilmFormat``.
 
-    pixels: what its encoder takes: 'patches' of frames, 'squares' of a video, of 'frames', or its own 'pictures'.
+    pixels: what its encoder takes: 'patches' of frames, 'padded' ones, 'squares' of a video, of 'frames', or its own
+    'pictures'.
     defaults: settings of its processor of videos.  settings: those of the checkpoint with these."""
 
     placeholder = "<video>"
@@ -274,6 +275,37 @@ class SmolFilms(FilmFamily):
         for second in shown.seconds:
             text += f"\nFrame from {int(second // 60):02d}:{int(second % 60):02d}:{frame}"
         return PictureLayout(f"{text}\n\n", count * num, way=WAY)
+
+
+class GemmaFilms(FilmFamily):
+    """Films of Gemma 4: frames that are scaled to have few places, each behind its time."""
+
+    placeholder = "<|video|>"
+    pixels = "padded"
+    defaults: ClassVar[dict[str, Any]] = {
+        "image_mean": (0.0,) * 3, "image_std": (1.0,) * 3, "patch_size": 16, "pooling_kernel_size": 3,
+        "max_soft_tokens": 70, "num_frames": 32, "do_sample_frames": True,
+    }  # fmt: skip
+
+    def __init__(self, files: FamilyFiles, videos: dict[str, Any]) -> None:
+        super().__init__(files, videos)
+        self._side: int = self.settings["patch_size"] * self.settings["pooling_kernel_size"]
+
+    def chosen(self, film: Film) -> Sequence[int]:
+        wanted = min(self.settings["num_frames"] or film.num_frames, film.num_frames)
+        return [number * film.num_frames // wanted for number in range(wanted)]
+
+    def size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
+        lines, columns = gemma4_grid(width, height, self._side, self.settings["max_soft_tokens"])
+        return columns * self._side, lines * self._side
+
+    def layout(self, shown: Shown) -> PictureLayout:
+        count = (shown.width // self._side) * (shown.height // self._side)
+        text = " ".join(
+            f"{int(second // 60):02d}:{int(second % 60):02d} <|image>{'<|image|>' * count}<image|>"
+            for second in shown.seconds
+        )
+        return PictureLayout(text, count * len(shown.indices), way=WAY)
 
 
 def spelt(number: int) -> str:

@@ -233,16 +233,22 @@ def gemma4(files: FamilyFiles) -> Layout:
     side, most = images.get("patch_size", vision.get("patch_size", 16)) * pooled, images.get("max_soft_tokens", 280)
 
     def layout(width: int, height: int) -> PictureLayout:
-        factor = math.sqrt(most * side**2 / (width * height))
-        lines, columns = math.floor(factor * height / side), math.floor(factor * width / side)
-        if not lines:
-            lines, columns = 1, min(width // height, most)
-        elif not columns:
-            lines, columns = min(height // width, most), 1
+        lines, columns = gemma4_grid(width, height, side, most)
         count = lines * columns
         return PictureLayout(f"<|image>{'<|image|>' * count}<image|>", count)
 
     return layout
+
+
+def gemma4_grid(width: int, height: int, side: int, most: int) -> tuple[int, int]:
+    """Return lines and columns of the most places of a picture in Gemma 4.  side: pixels of a place's side."""
+    factor = math.sqrt(most * side**2 / (width * height))
+    lines, columns = math.floor(factor * height / side), math.floor(factor * width / side)
+    if not lines:
+        return 1, min(width // height, most)
+    if not columns:
+        return min(height // width, most), 1
+    return lines, columns
 
 
 def low_gemma4(files: FamilyFiles) -> Table:

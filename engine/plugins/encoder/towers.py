@@ -29,7 +29,7 @@ from engine.types.errors import WeightsError
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 OF_TEXT = re.compile(r"language_model|text_model|lm_head")
 PIXELS = ("pixel_values", "pixel_values_videos")
-ON_DEVICE = (*PIXELS, "pixel_attention_mask", "image_position_ids")
+ON_DEVICE = (*PIXELS, "pixel_attention_mask", "image_position_ids", "video_position_ids")
 # The dimension of tiles that do not depend on each other.  On a CPU they are computed one by one: the numbers of a tile
 # stay in its caches, and memory is used again, which for all of them would be new to each operation.
 TILES = {

@@ -12,7 +12,15 @@ import msgspec
 
 from engine.checkpoints.fields import read_fields
 from engine.plugins.encoder.encoder import Axes, Encoder, Tower
-from engine.plugins.encoder.films import FilmFamily, InternFilms, OnevisionFilms, QwenFilms, SmolFilms, TimedQwenFilms
+from engine.plugins.encoder.films import (
+    FilmFamily,
+    GemmaFilms,
+    InternFilms,
+    OnevisionFilms,
+    QwenFilms,
+    SmolFilms,
+    TimedQwenFilms,
+)
 from engine.plugins.encoder.layouts import (
     FamilyFiles,
     Layout,
@@ -93,7 +101,9 @@ _PIXTRAL = _Family(
     low=low_pixtral,
 )
 FAMILIES = {
-    "Gemma4ForConditionalGeneration": _Family(gemma4, "<|image|>", "<|image|>", whole="windows", low=low_gemma4),
+    "Gemma4ForConditionalGeneration": _Family(
+        gemma4, "<|image|>", "<|image|>", whole="windows", low=low_gemma4, films=GemmaFilms
+    ),
     "Gemma3ForConditionalGeneration": _Family(gemma3, "<start_of_image>", "<image_soft_token>", whole="all"),
     "Idefics3ForConditionalGeneration": _IDEFICS,
     "InternVLForConditionalGeneration": _Family(

@@ -15,19 +15,23 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from engine.text.film_files import MOVING
+from engine.text.film_files import FEWEST_FRAMES, MOVING
+from engine.text.mp4_files import MISSING, Mp4Error, is_mp4, open_mp4
 from server.extensions.images.header import (
     MAX_PIXELS,
     PictureError,
     PictureHeader,
     check_exif,
     check_frames,
+    check_mp4,
     read_header,
+    read_mp4,
 )
 
 LENGTH_BYTES: Final = 8
 PICTURE, FILM = b"p", b"f"
-AS_FILMS: Final = "a video is read as a moving GIF, WebP or PNG, or as a list of frames"
+AS_FILMS: Final = "a video is read as an MP4, as a moving GIF, WebP or PNG, or as a list of frames"
+MP4_TYPE: Final = "video/mp4"
 MAX_MEMORY: Final = 1 << 30
 NICENESS: Final = 5  # the engine goes first
 NOT_INSTALLED: Final = "not installed"
@@ -51,6 +55,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def judged(data: bytes, kind: bytes = PICTURE) -> Verdict:
     """Return the finding on a picture, of which only the first frame is read, or on a film."""
+    if kind == FILM and is_mp4(data):
+        return _judged_mp4(data)
     try:
         header = read_header(data)
         if kind == FILM and header.format not in MOVING:
@@ -103,6 +109,28 @@ def _decoded_film(image: Any, header: PictureHeader) -> Verdict:
         milliseconds += image.info.get("duration", 0)
     fps = 1000 * num_frames / milliseconds if milliseconds else 0.0
     return Verdict("", header.width, header.height, MEDIA_TYPES[header.format], num_frames, fps)
+
+
+def _judged_mp4(data: bytes) -> Verdict:
+    """Return the finding on an MP4, whose header is checked before a frame is decoded for itself."""
+    try:
+        read_mp4(data)
+        with open_mp4(data) as file:
+            check_mp4(file.width, file.height, file.num_frames, file.seconds)
+            num_frames = 0
+            for num_frames, _ in enumerate(file.frames(), start=1):
+                check_mp4(file.width, file.height, num_frames, 0.0)
+            if num_frames < FEWEST_FRAMES:
+                raise PictureError(f"an MP4 of {num_frames} frames; at least {FEWEST_FRAMES} are needed")
+            return Verdict("", file.width, file.height, MP4_TYPE, num_frames, file.fps)
+    except ImportError:
+        return Verdict(MISSING)
+    except (PictureError, Mp4Error) as error:
+        return Verdict(str(error))
+    except MemoryError:
+        return Verdict(f"an MP4 that needs more than {MAX_MEMORY >> 20} MiB to be decoded")
+    except Exception as error:  # whatever a decoder raises is the file's fault
+        return Verdict(f"an MP4 that cannot be decoded ({type(error).__name__}); it is damaged or cut off")
 
 
 def main(source: BinaryIO, sink: BinaryIO) -> None:

@@ -11,6 +11,9 @@ from engine.types.errors import CallboardError
 MAX_PIXELS: Final = 40_000_000
 MAX_FRAMES: Final = 768
 MAX_FILM_PIXELS: Final = 64_000_000  # of all frames of a file that moves
+MAX_MP4_FRAMES: Final = 18_000
+MAX_MP4_S: Final = 600
+MAX_MP4_PIXELS: Final = 1_000_000_000  # of all frames, which are decoded; few of them are kept
 MIN_SIDE: Final = 4  # image processors take an array with three rows or one for channels
 MAX_RATIO: Final = 200  # of the sides: the most that image processors take
 MAX_SCANS: Final = 200  # of a JPEG
@@ -80,6 +83,39 @@ def check_frames(name: str, num_frames: int, num_pixels: int) -> None:
             f"a {name} whose {num_frames} frames have {total} pixels; at most {MAX_FILM_PIXELS} are allowed: scale "
             "it down, or leave frames out"
         )
+
+
+def check_mp4(width: int, height: int, num_frames: int, seconds: float) -> None:
+    """Raise PictureError for an MP4 beyond a limit.  num_frames, seconds: 0 if they are not known yet."""
+    PictureHeader("MP4", width, height).check()
+    if num_frames > MAX_MP4_FRAMES:
+        raise PictureError(f"an MP4 of more than {MAX_MP4_FRAMES} frames; cut it, or lower its rate")
+    if seconds > MAX_MP4_S:
+        raise PictureError(f"an MP4 of {seconds:.0f} seconds; at most {MAX_MP4_S} are allowed: cut it")
+    if (total := num_frames * width * height) > MAX_MP4_PIXELS:
+        raise PictureError(
+            f"an MP4 whose {num_frames} frames have {total} pixels; at most {MAX_MP4_PIXELS} are allowed: scale it "
+            "down, or lower its rate"
+        )
+
+
+def read_mp4(data: bytes) -> None:
+    """Check that a file consists of whole boxes, and of nothing else.  Raises PictureError."""
+    at = 0
+    for _ in range(MAX_SEGMENTS):
+        if at == len(data):
+            return
+        size, least = int.from_bytes(data[at : at + 4], "big"), 8
+        if size == 1:
+            size, least = int.from_bytes(data[at + 8 : at + 16], "big"), 16
+        elif size == 0:
+            size = len(data) - at  # the last one, up to the end
+        if size < least or not data[at + 4 : at + 8].isalnum():
+            raise PictureError("an MP4 with other data between its parts, or behind them; send the video alone")
+        at += size
+        if at > len(data):
+            raise _cut("MP4")
+    raise PictureError(f"an MP4 of more than {MAX_SEGMENTS} parts")
 
 
 def check_exif(name: str, num_bytes: int) -> None:

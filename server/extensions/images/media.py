@@ -27,7 +27,7 @@ MAX_URL_CHARS: Final = 8192
 CHUNK_BYTES: Final = 64 << 10
 REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 HEADERS: Final = {
-    "Accept": "image/png, image/jpeg, image/webp, image/gif",
+    "Accept": "image/png, image/jpeg, image/webp, image/gif, video/mp4",
     "Accept-Encoding": "identity",
     "User-Agent": "callboard",
 }

@@ -21,8 +21,8 @@ from engine.text.film_files import FEWEST_FRAMES, FilmFile
 from engine.types.errors import FieldError, RequestError
 from engine.types.prompt import ChatTurn, Film, Picture
 from server.extensions.images.decoders import Decoders
-from server.extensions.images.decoding import FILM, NOT_INSTALLED, PICTURE, Verdict
-from server.extensions.images.header import MAX_FRAMES, PictureError
+from server.extensions.images.decoding import FILM, MP4_TYPE, NOT_INSTALLED, PICTURE, Verdict
+from server.extensions.images.header import MAX_FRAMES, MAX_MP4_PIXELS, PictureError
 from server.extensions.images.media import Media
 from server.extensions.storage.files import Files
 from server.extensions.storage.store import Store
@@ -49,7 +49,7 @@ class _Budget:
         self._most_bytes = most_bytes
         self._share = (exchange.bodies or Bodies()).share(exchange.client, server)
         self._num_bytes: dict[str, int] = {}
-        self._num_pixels = 0
+        self._num_pixels = self._num_mp4_pixels = 0
 
     def count(self, path: str, num_bytes: int) -> None:
         """Count a file as so long.  Raises PictureError, and RequestError (429) where too much is under way."""
@@ -62,7 +62,15 @@ class _Budget:
         self._share.hold(total)
 
     def add_pixels(self, verdict: Verdict) -> None:
-        """Count a picture's pixels.  Raises PictureError."""
+        """Count a picture's pixels; those of MP4s by themselves, of which few are kept.  Raises PictureError."""
+        if verdict.media_type == MP4_TYPE:
+            self._num_mp4_pixels += verdict.width * verdict.height * verdict.num_frames
+            if self._num_mp4_pixels > MAX_MP4_PIXELS:
+                raise PictureError(
+                    f"the request's MP4s have {self._num_mp4_pixels} pixels; at most {MAX_MP4_PIXELS} are allowed: "
+                    "scale them down"
+                )
+            return
         self._num_pixels += verdict.width * verdict.height * max(1, verdict.num_frames)
         if self._num_pixels > MAX_REQUEST_PIXELS:
             raise PictureError(

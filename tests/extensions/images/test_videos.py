@@ -83,9 +83,9 @@ def test_a_picture_and_a_film_of_one_file_are_two_things(live: LiveServer) -> No
 
 def test_what_is_no_video_is_refused(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [data_uri(picture("PNG", (16, height))) for height in (12, 13)]
-    mp4 = b"\0\0\0\x18ftypmp42" + bytes(60)
+    avif = b"\0\0\0\x18ftypavif" + bytes(60)
     for part, field, reason in (
-        ({"type": "video_url", "video_url": data_uri(mp4)}, "video_url", "a video is read as a moving GIF"),
+        ({"type": "video_url", "video_url": data_uri(avif)}, "video_url", "a video is read as an MP4"),
         ({"type": "video_url", "video_url": data_uri(picture())}, "video_url", "a PNG of one frame"),
         ({"type": "video_url", "video_url": data_uri(picture("JPEG"))}, "video_url", "a JPEG, which does not move"),
         ({"type": "video_url", "video_url": data_uri(moving(count=900))}, "video_url", "900 frames; at most 768"),

@@ -65,6 +65,12 @@ class Kind(NamedTuple):
     mark: str
     call: dict[str, Any] = {}  # noqa: RUF012
 
+    def film_mark(self) -> str:
+        """Return what the template writes for a film."""
+        if self.tokens == QWEN_TOKENS:
+            return "<|vision_start|><|video_pad|><|vision_end|>"
+        return "<|video|>" if self.name == "Gemma4" else "<video>"
+
 
 SQUARE = {"height": 56, "width": 56}
 GRIDS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
@@ -270,6 +276,7 @@ KINDS = {
                 "use_bidirectional_attention": "vision",
             },
             "vision_config": GEMMA4_TOWER,
+            "video_token_id": 383,  # which transformers reads as a place of a film where a model writes it
         },
         ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
         ("<|image|>", "<|image>", "<image|>"),
@@ -317,7 +324,7 @@ def write_tokenizer(kind: Kind, directory: Path) -> None:
         "{% if part['type'] == 'image' %}"
         + kind.mark.replace("\n", "{{ '\\n' }}")
         + "{% elif part['type'] == 'video' %}"
-        + ("<|vision_start|><|video_pad|><|vision_end|>" if kind.tokens == QWEN_TOKENS else "<video>")
+        + kind.film_mark()
         + "{% else %}{{ part['text'] }}"
         "{% endif %}{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 NUM = 16
 MIXED = [message(THREE), message(ONE), message(THREE)]
 RANKS = {"device": {"tensor_parallel": 2, "threads": 1, "kind": "cpu"}}
-FILMED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "internvl", "llava_onevision")
+FILMED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "internvl", "llava_onevision", "gemma4")
 # The decoder of Gemma 4 is transformers' own, which has one rank.
 # Experts are chosen by torch's product, and transformers' code adds in an order of its own.
 VARYING = {"qwen3_vl_moe", "gemma4", "gemma4_small"}
@@ -84,6 +84,7 @@ def test_one_digest_in_invariant_numerics(name: str, folder: Path) -> None:
 def test_films(name: str, folder: Path) -> None:
     directory, film = filming(name, folder), asked([*frames(4, 50, 70)], fps=2.0)
     tokens = expected_of_film(name, directory, film, NUM)
-    for tables in (RANKS, {"placement": {"encoder": "process"}}, {"scheduler": {"max_running": 2, "prefill_chunk": 5}}):
+    ranks = RANKS if name in DIVIDED else {}
+    for tables in (ranks, {"placement": {"encoder": "process"}}, {"scheduler": {"max_running": 2, "prefill_chunk": 5}}):
         with engine(directory, **tables) as llm:
             assert [one.token_ids for one in chat(llm, [film, film], NUM)] == [tokens] * 2

@@ -44,7 +44,17 @@ FAMILIES: dict[str, type[FilmFamily]] = {
     "SmolVLMVideoProcessor": SmolFilms,
 }
 FAST = ("qwen2_5_vl", "qwen3_vl")
-KINDS = (*FAST, "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "llava_onevision", "internvl", "smolvlm")
+KINDS = (
+    *FAST,
+    "qwen2_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "llava_onevision",
+    "internvl",
+    "smolvlm",
+    "gemma4",
+    "gemma4_small",
+)
 SHORT = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 24}
 
 
@@ -104,12 +114,12 @@ def expected(name: str, directory: Path, message: dict[str, Any], num_tokens: in
     own = made.special_tokens(kind).index(kind.tokens[0])
     ids = np.where(chat.token_ids >= FIRST_ID, own, chat.token_ids)
     types = (chat.token_ids >= FIRST_ID).astype(np.int64)
-    has_own_token = encoder._films is not None and encoder._films.pixels in ("patches", "squares")
+    has_own_token = encoder._films is not None and encoder._films.pixels in ("patches", "padded", "squares")
     for one in placed:
         if one.way == WAY and has_own_token:
-            ids[one.places_n], types[one.places_n] = 7, 2
+            ids[one.places_n], types[one.places_n] = kind.config.get("video_token_id", 7), 2
     inputs = _inputs(kind, directory, encoder, placed)
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "gemma4")):
         inputs["mm_token_type_ids"] = torch.tensor(types)[None]
     if name == "qwen2_5_vl":
         films = [read_turn(message).pictures[0].film]
@@ -135,6 +145,7 @@ def _inputs(
     processor = getattr(transformers, kind.processor[0]).from_pretrained(directory)
     images = [Image.open(io.BytesIO(one.data)).convert("RGB") for one in placed if one.way != WAY]
     inputs = dict(processor(images=images, return_tensors="pt", **kind.call)) if images else {}
+    inputs.pop("num_soft_tokens_per_image", None)  # not for the model
     assert encoder._films is not None
     for one in placed:
         if one.way == WAY:
@@ -146,7 +157,7 @@ def check(name: str, folder: Path, num_tokens: int) -> None:
     """Compare an engine with transformers: a film alone and before a picture, whole and in chunks, and cached."""
     directory = filming(name, folder)
     gif, listed = moving("GIF", 7, 64, 48), [*frames(4, 50, 70)]
-    mixed = (ONE[0],) if name.startswith(("qwen", "llava")) else ()
+    mixed = (ONE[0],) if name.startswith(("qwen", "llava", "gemma4")) else ()
     messages = [asked(gif, *mixed), asked(listed, fps=2.0)]
     wanted = [expected(name, directory, one, num_tokens) for one in messages]
     assert wanted[0] != wanted[1]
