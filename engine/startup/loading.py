@@ -358,9 +358,9 @@ def _compiled_decodes(start: Start, loaded: Loaded, parts: StepParts) -> Capture
     if loaded.kernels is None:
         return None
     model, pool, rows = parts.model, parts.pool, parts.rows
-    whole = compiled_decodes(model, pool, parts.attention, rows, parts.sampler, start.comm)
+    whole = compiled_decodes(model, pool, parts.attention, rows, parts.sampler, start.comm, parts.states)
     if start.invariant and whole is not None and isinstance(model, Decoder):
-        prove_decodes(model, whole, parts.attention, pool, rows)
+        prove_decodes(model, whole, parts.attention, pool, rows, parts.states)
     return whole
 
 
