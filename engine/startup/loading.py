@@ -122,7 +122,9 @@ def load_runner(
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
     stages.begin("KV pool")
     states = _new_states(start)
-    features = rank_features(_context(start, loaded, rows, states, given or {}))
+    context = _context(start, loaded, rows, states, given or {})
+    features = rank_features(context)
+    context.features.extend(features)
     with left_on_failure(features):
         pools = PoolMaker(start, loaded.model, attention, rows, sampler, states, features)
         parts = pools.parts(num_pages)
