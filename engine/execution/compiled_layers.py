@@ -139,7 +139,7 @@ def describe_layers(
         else:
             assert isinstance(layer, HybridLayer)
             assert states is not None, "a rank of a model with recurrent layers has their states"
-            one = _recurrent_record(layer.recurrent, states.layers[len(recurrent)])
+            one = _recurrent_record(layer.recurrent, states.layers[len(recurrent)], states.data.shape[1])
             recurrent.append(one)
             record.recurrent = ctypes.addressof(one)
         records.append(record)
@@ -192,10 +192,10 @@ def _describe_attention(
     record.window = window
 
 
-def _recurrent_record(part: Recurrent | None, states: tuple[Tensor, ...]) -> RecurrentRecord:
+def _recurrent_record(part: Recurrent | None, states: tuple[Tensor, ...], slot_step: int) -> RecurrentRecord:
     assert isinstance(part, RecurrentPart)
     windows_NKC, *matrices = states
-    convolution, slot_step = _convolution_of(part), windows_NKC.stride(0)
+    convolution = _convolution_of(part)
     record = RecurrentRecord(
         kind=CONVOLUTION,
         taps_KC=convolution.weight_KC.data_ptr(),
@@ -207,7 +207,6 @@ def _recurrent_record(part: Recurrent | None, states: tuple[Tensor, ...]) -> Rec
     )
     if matrices:
         (matrices_NHKU,) = matrices
-        assert matrices_NHKU.stride(0) == slot_step, "a slot has all states of a row"
         record.matrices_NHKU = matrices_NHKU.data_ptr()
         record.H, record.K, record.U = matrices_NHKU.shape[1:]
         record.G = (record.C - record.H * record.U) // (2 * record.K)

@@ -122,7 +122,7 @@ def prove_decodes(
     attention: AttentionBackend,
     pool: KVPool,
     rows: DeviceRows,
-    states: RecurrentStates | None,
+    states: RecurrentStates | None = None,
 ) -> None:
     """Raise ConfigError if ``decodes`` gives rows other bits than the model does, layer by layer.
 
