@@ -443,4 +443,5 @@ def _step_threads(
 
     holds_for = (choices, start.spec.shape, start.config.model.quantization, str(start.dtype), str(torch.__version__))
     kept = KeptResults("threads", processor_name(start.device), holds_for, int)
-    return StepThreads(choices, ThreadRace(start.comm, step, kept=kept).run(choices))
+    race = ThreadRace(start.comm, step, kept=kept)
+    return StepThreads(choices, race.run(choices), is_measured=race.is_measured)
