@@ -9,7 +9,6 @@ products there get other rows.  Ranks agree on whether all could read an adapter
 """
 
 import json
-import logging
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from engine.features.lora.files import (
     tensor_name,
 )
 from engine.features.lora.layers import AdaptedRows, AdaptedWeight
+from engine.features.lora.reader import AdapterReader
 from engine.layers.comm import Comm
 from engine.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from engine.layers.packing import PackedWeight
@@ -47,8 +47,6 @@ from engine.models.decoder import Decoder
 from engine.models.hybrid_layer import HybridLayer
 from engine.models.model import Model
 from engine.types.errors import WeightsError
-
-log = logging.getLogger(__name__)
 
 PLACEMENTS = msgspec.msgpack.Decoder(list[Placement])
 
@@ -73,6 +71,10 @@ class _AdapterPlace:
         self.weight.put(slot, self.matrix, a_RI[:, self.inputs], b_CR[self.outputs])
 
 
+ReadPart = tuple[_AdapterPlace, Tensor, Tensor]
+"""A place of a module, and the module's whole matrices a_RI and b_OR, scaled."""
+
+
 class RankAdapters:
     """Slots for adapters next to the packed weights of a decoder.  num_slots: adapters at once.
 
@@ -85,6 +87,7 @@ class RankAdapters:
         self._device = decoder.device
         self._slot_of_row = np.zeros(max_rows, dtype=np.int64)
         self._lost: dict[int, str] = {}
+        self.reader = AdapterReader(self._read, comm.rank)
         self._slots_T: npt.NDArray[np.int64] | None = None
         self._rows, self._last_rows = AdaptedRows(), AdaptedRows()
         self._weights: list[AdaptedWeight] = []
@@ -136,7 +139,7 @@ class RankAdapters:
             for one in PLACEMENTS.decode(part):
                 self._slot_of_row[one.row] = one.slot
                 if one.adapter is not None:
-                    self._fill(one.slot, one.adapter)
+                    self._fill(one.slot, one.adapter, is_read=one.is_read)
         rows = np.frombuffer(step.decode_rows, dtype=np.int32)
         lengths = np.ones(len(rows), dtype=np.int64)
         if step.prefill_rows:
@@ -176,27 +179,34 @@ class RankAdapters:
 
     # ---- files ------------------------------------------------------------------------------
 
-    def _fill(self, slot: int, adapter: Adapter) -> None:
-        reason = ""
-        try:
-            self._read(slot - 1, adapter)
-        except Exception:  # the files are not what they were when they were checked
-            log.exception("adapter %s cannot be read", adapter.path)
-            reason = "the adapter of this request can no longer be read; the server log has the details"
+    def _fill(self, slot: int, adapter: Adapter, *, is_read: bool) -> None:
+        """Put an adapter into a slot.  is_read: all ranks have it, and so none can fail."""
+        self._lost.pop(slot, None)
+        if is_read:
+            self._put(slot - 1, self.reader.take(adapter))
+            return
+        found, reason = self.reader.read(adapter)
+        self._put(slot - 1, found or [])
         if self._comm.size > 1:
             all_fine = self._comm.all_gather(torch.tensor([not reason], dtype=torch.float32, device=self._device), 0)
             if not reason and all_fine.min() == 0:
                 reason = "the adapter of this request can no longer be read by another rank, whose log has the details"
-        self._lost.pop(slot, None)
         if reason:
             self._lost[slot] = reason
 
-    def _read(self, slot: int, adapter: Adapter) -> None:
+    def _put(self, slot: int, parts: list[ReadPart]) -> None:
         for weight in self._weights:
             weight.empty(slot)
+        for place, a_RI, b_OR in parts:
+            place.put(slot, a_RI, b_OR)
+
+    @torch.inference_mode()
+    def _read(self, adapter: Adapter) -> list[ReadPart]:
+        """Return an adapter's matrices and their places; called on any thread.  Raises WeightsError."""
         config, stored = read_files(Path(adapter.path))
         if digest_of(config, stored) != adapter.digest:
             raise WeightsError(f"{adapter.path}: its files have changed; load it again")
+        parts: list[ReadPart] = []
         fields, tensors = Fields(json.loads(config), adapter.path), load(stored)
         for own, places in self._places.items():
             named = (one for one in self._names.spellings(own) if tensor_name(one, "A") in tensors)
@@ -208,8 +218,8 @@ class RankAdapters:
             # The mask multiplies other rows' results by zero, which makes NaN of numbers that are not finite.
             if not (a_RI.isfinite().all() and b_OR.isfinite().all()):
                 raise WeightsError(f"{adapter.path}: {name} has numbers that are not finite in {self._dtype}")
-            for place in places:
-                place.put(slot, a_RI, b_OR)
+            parts += [(place, a_RI, b_OR) for place in places]
+        return parts
 
 
 class AdaptedModel:

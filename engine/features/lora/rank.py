@@ -9,14 +9,16 @@ from typing import Any
 
 import msgspec
 
+from engine.actors.runner import Answer
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
 from engine.features.lora.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
 from engine.features.lora.files import NAME
+from engine.features.lora.messages import AdapterRead, ReadAdapter
 from engine.features.lora.settings import LoraSettings
-from engine.messages import Step
+from engine.messages import FeatureRequest, Step
 from engine.models.decoder import Decoder
 from engine.types.errors import ConfigError
 
@@ -26,7 +28,8 @@ class LoraRank(RankFeature):
 
     order = 20
 
-    def __init__(self, decoder: Decoder, adapters: RankAdapters, *, on_cpu: bool) -> None:
+    def __init__(self, decoder: Decoder, adapters: RankAdapters, rank: int, *, on_cpu: bool) -> None:
+        self._rank = rank
         self._decoder = decoder
         self._adapters = adapters
         self._on_cpu = on_cpu
@@ -56,6 +59,23 @@ class LoraRank(RankFeature):
         if lost := self._lost:
             launched.parts[NAME] = partial(msgspec.msgpack.encode, lost)
 
+    def receive(self, message: FeatureRequest, answer: Answer) -> bool:
+        """Begin to read an adapter, or drop what was read."""
+        if message.feature != NAME:
+            return False
+        wanted, reader = ReadAdapter.of(message), self._adapters.reader
+        if wanted.drop:
+            reader.drop(wanted.adapter)
+        else:
+            reader.begin(wanted.adapter, lambda reason: answer(AdapterRead(reason).message(self._rank, message.number)))
+        return True
+
+    def close(self) -> None:
+        self._adapters.reader.leave()
+
+    def leave(self) -> None:
+        self._adapters.reader.leave()
+
 
 def rank_feature(context: RankContext) -> LoraRank | None:
     """Return slots for adapters, or None if none are served.  Raises ConfigError if there is no memory for them."""
@@ -70,4 +90,4 @@ def rank_feature(context: RankContext) -> LoraRank | None:
         raise ConfigError(
             f"lora.max_adapters={lora.max_adapters}, lora.max_rank={lora.max_rank}: no memory ({error}); lower them"
         ) from None
-    return LoraRank(model, adapters, on_cpu=context.device.type == "cpu")
+    return LoraRank(model, adapters, context.comm.rank, on_cpu=context.device.type == "cpu")
