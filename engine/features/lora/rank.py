@@ -1,11 +1,12 @@
-"""Adapters on a rank: slots next to the weights, and steps with an adapter, which run without graphs.
+"""Adapters on a rank: slots next to the weights, and steps with an adapter, whose prompts run without graphs.
 
-Owns: when slots are filled, and which steps run without graphs.  Does not know: what the products compute, files.
+Owns: when slots are filled, and which model a step runs.  Does not know: what the products compute, files.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -14,12 +15,13 @@ from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
-from engine.features.lora.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
+from engine.features.lora.adapters import AdaptedDecodes, AdaptedModel, CapturedAdapters, RankAdapters
 from engine.features.lora.files import NAME
 from engine.features.lora.messages import AdapterRead, ReadAdapter
 from engine.features.lora.settings import LoraSettings
 from engine.messages import FeatureRequest, Step
 from engine.models.decoder import Decoder
+from engine.models.model import Model
 from engine.types.errors import ConfigError
 
 
@@ -45,8 +47,12 @@ class LoraRank(RankFeature):
         """Return a model that steps with adapters can use."""
         return AdaptedModel(self._decoder, model, self._adapters)
 
+    def models(self) -> Mapping[str, Model]:
+        """Return the model with adapters, for decode steps."""
+        return {NAME: cast("Model", CapturedAdapters(self._decoder, self._adapters))}
+
     def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
-        """Return decode steps that leave out those with an adapter."""
+        """Return decode steps that know which of them have an adapter."""
         return AdaptedDecodes(whole, self._adapters)
 
     def apply(self, step: Step) -> Step:
