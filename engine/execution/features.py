@@ -94,6 +94,10 @@ class RankFeature:
         """Return the model, or one in its place; also called with captures of the model."""
         return model
 
+    def models(self) -> Mapping[str, Model]:
+        """Return further models whose decode steps are captured next to those of the rank's own, by name."""
+        return {}
+
     def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
         """Return the object that runs whole decode steps, or one in its place."""
         return whole
