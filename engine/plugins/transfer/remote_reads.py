@@ -65,7 +65,7 @@ class MemoryReader(Protocol):
         ...
 
 
-class _Note(msgspec.Struct, frozen=True, array_like=True):
+class _ReadNote(msgspec.Struct, frozen=True, array_like=True):
     """A message, and where the bytes after it lie; source: '' if they came with it."""
 
     message: bytes
@@ -90,8 +90,8 @@ class RemoteReadTransfer:
         self._receive = context.receive
         self._ring, self._arrivals = Memory(options.ring_mb << 20), Memory(context.most_bytes)
         self._at = 0
-        self._notes = msgspec.msgpack.Decoder(_Note)
-        self._arrived: queue.Queue[_Note | None] = queue.Queue(MOST_NOTED)
+        self._notes = msgspec.msgpack.Decoder(_ReadNote)
+        self._arrived: queue.Queue[_ReadNote | None] = queue.Queue(MOST_NOTED)
         self._receiving = threading.Lock()
         self._is_closed = False
         try:
@@ -110,13 +110,13 @@ class RemoteReadTransfer:
         if self._is_closed or size > self._ring.num_bytes:
             return
         if size < LEAST_READ:
-            self._messages.send(address, msgspec.msgpack.encode(_Note(message)), payload)
+            self._messages.send(address, msgspec.msgpack.encode(_ReadNote(message)), payload)
             return
         if self._at + size > self._ring.num_bytes:
             self._at = 0
         place, self._at = self._at, self._at + size
         self._ring.put(place, payload)
-        note = _Note(message, self._reader.pass_on, self._ring.address + place, size)
+        note = _ReadNote(message, self._reader.pass_on, self._ring.address + place, size)
         self._messages.send(address, msgspec.msgpack.encode(note), b"")
 
     def close(self) -> None:
