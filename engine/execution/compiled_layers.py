@@ -129,7 +129,8 @@ def describe_layers(
     decoder: Decoder, pool: KVPool, windows: Sequence[int], states: RecurrentStates | None
 ) -> LayerRecords:
     """Return the records of a decoder's layers, all of which are described.  windows: of each layer with attention."""
-    records, recurrent = [], []
+    records: list[LayerRecord] = []
+    recurrent: list[RecurrentRecord] = []
     num_attentions = 0
     for layer in decoder.layers:
         record = _record_of(layer)

@@ -143,11 +143,11 @@ def prove_decodes(
     rows.tokens_RM[row_N, positions_N] = token_ids_N.to(torch.int32)
     rows.pages_RP[row_N, 0] = row_N.to(torch.int32)
     lengths = (positions_N + 1).numpy().astype(np.int32)
-    before_NX = None if states is None else _random(pool, num_rows, states.data.shape[1], dtype=torch.float32)
+    before_NX = torch.empty(0) if states is None else _random(pool, num_rows, states.data.shape[1], dtype=torch.float32)
     if states is not None:
         states.data[:num_rows] = before_NX
     found_NV = decodes.launch(row_N.numpy(), lengths, SamplingVariant.LOGITS).logits_NV
-    found_NX = None if states is None else states.data[:num_rows].clone()
+    found_NX = torch.empty(0) if states is None else states.data[:num_rows].clone()
     table_NP = row_N[:, None].numpy().astype(np.int32)
     attention.plan_step(batch_on(pool.data.device, num_rows, table_NP, lengths, np.ones_like(lengths)))
     slots_N = row_N * pool.page_stride + positions_N

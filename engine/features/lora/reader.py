@@ -21,7 +21,7 @@ _Work = Callable[[], None]
 
 
 class AdapterReader(Generic[T]):
-    """What was read of adapters, by digest.  read: reads one; it may raise any error."""
+    """Adapters that were read, by digest.  read: reads one; it may raise any error."""
 
     def __init__(self, read: Callable[[Adapter], T], rank: int) -> None:
         self._read = read
