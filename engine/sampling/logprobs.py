@@ -107,16 +107,13 @@ def batch_logprobs(
     named: Named | None = None,
 ) -> BatchLogprobs:
     """Compute the log probabilities of rows ``at``.  The numbers of a failed row (token -1) have no meaning."""
-    vocab_size = logits_NV.shape[1]
-    if len(at) < len(logits_NV):
-        at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
-        logits_NV, token_ids_N = logits_NV.index_select(0, at_L), token_ids_N.index_select(0, at_L)
-    asked_LV = logits_NV.to(torch.float32)
+    at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
+    asked_LV, vocab_size = logits_NV.index_select(0, at_L).to(torch.float32), logits_NV.shape[1]
     if odd := -vocab_size % ALIGNED:
         # A GPU's order of additions depends on a row's alignment in memory, so rows are padded to be aligned.
         asked_LV = F.pad(asked_LV, (0, odd), value=-torch.inf)
     logprobs_LV = torch.log_softmax(asked_LV, dim=-1)[:, :vocab_size]
-    chosen_L1 = logprobs_LV.gather(1, token_ids_N.clamp(min=0)[:, None])
+    chosen_L1 = logprobs_LV.gather(1, token_ids_N.index_select(0, at_L).clamp(min=0)[:, None])
     # All or none, so that the choice among equal tokens does not depend on other rows.
     wants_none = logits_NV.device.type == "cpu" and not num_top.any()
     top_LK, top_ids_LK = logprobs_LV.topk(0 if wants_none else min(MAX_LOGPROBS, vocab_size), dim=-1)
