@@ -20,6 +20,7 @@ from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.features.late_masks.planner import LateMasks
 from engine.features.lora.files import NAME as LORA
 from engine.features.lora.files import Placement
+from engine.features.lora.messages import AdapterRead, ReadAdapter
 from engine.features.speculation.messages import DRAFTED, drafted_part, proposals_of
 from engine.features.speculation.messages import NAME as SPECULATION
 from engine.kv.node import chained
@@ -461,7 +462,7 @@ class SimExecutor(Actor[ExecutorInbox]):
 
     def handle(self, message: ExecutorInbox) -> None:
         if isinstance(message, FeatureRequest):
-            self._fetch(FetchPages.of(message))
+            self._read(message) if message.feature == LORA else self._fetch(FetchPages.of(message))
             return
         if not isinstance(message, Step):
             raise SimulatedCrash(f"{self.name} crashes by a fault of the plan")
@@ -472,6 +473,19 @@ class SimExecutor(Actor[ExecutorInbox]):
             raise SimIncorrect(f"{len(self._steps)} steps in flight, at most {self._overlap} were agreed")
         if len(self._steps) == 1:
             self._begin()
+
+    def _read(self, message: FeatureRequest) -> None:
+        """Answer when an adapter is read, which takes as long as a page of the store."""
+        if not self._is_up or ReadAdapter.of(message).drop:
+            return
+        life, read_s = self._num_lives, self._read_s * 2 * luck(self._seed, 0xA, message.number)
+
+        def answer() -> None:
+            if life == self._num_lives:
+                assert self._scheduler is not None
+                self._scheduler.put(AdapterRead().message(rank=0, number=message.number))
+
+        asyncio.get_running_loop().call_later(read_s, answer)
 
     def _fetch(self, message: FetchPages) -> None:
         """Answer when all is read or time is over, whichever is first."""
