@@ -279,8 +279,10 @@ class Good:
     def stream_for(self, seconds: float, texts: dict[str, str], crowd: subprocess.Popen[str]) -> int:
         """Stream answers for so long, or until the crowd has ended.  Returns how many of them are not as they were."""
         until, differing = time.monotonic() + seconds, 0
-        while time.monotonic() < until and crowd.poll() is None:
-            differing += sum(self.stream(prompt) != text for prompt, text in texts.items())
+        for prompt, text in itertools.cycle(texts.items()):
+            if time.monotonic() > until or crowd.poll() is not None:
+                break
+            differing += self.stream(prompt) != text
         return differing
 
     def figures(self) -> dict[str, float]:
