@@ -38,6 +38,7 @@ BOUNDED = {
     "engine/actors/executor.py: self._steps": "scheduler.overlap_depth steps in flight",
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
     "engine/features/images/rank.py: self._work": "pictures that the cache of the planner has room for",
+    "engine/features/lora/reader.py: self._work": "as many adapters as there are slots, by the planner",
     "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, which the scheduler limits",
     "engine/features/kv_store/pages.py: self._to_write": "BUFFER_BYTES of pages",
 }

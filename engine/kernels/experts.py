@@ -85,20 +85,14 @@ def mix_experts(
     if not num_tokens:
         return torch.empty_like(x_TD)
     num_pairs, device = num_tokens * num_chosen, x_TD.device
-    order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
-    at_once = PAIRS_AT_ONCE if num_pairs <= 2 * MANY_PAIRS_AT_ONCE else MANY_PAIRS_AT_ONCE
-    place_pairs[(num_experts,)](
-        experts_TK, order_P, counts_E, num_pairs, first_expert or 0, BLOCK_P=at_once, num_warps=at_once // 256
-    )
+    order_P, counts_E = sorted_pairs(experts_TK, num_experts, first_expert or 0)
     sizes = FOUR_BIT_TILES if packed else TILES
     tiles = next(one for one in sizes if num_pairs <= one.most_pairs * num_experts)
     num_tiles = num_pairs // tiles.pairs + min(num_experts, num_pairs)
     shared = {
         "NUM_CHOSEN": num_chosen, "NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts),
         "BLOCK_M": tiles.pairs, "BLOCK_C": TILE_BYTES // x_TD.element_size(), "UNROLLED": tiles.unrolled,
-        "AT_ONCE": TILES_AT_ONCE,
-        "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
+        "AT_ONCE": TILES_AT_ONCE, "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
     }  # fmt: skip
     gated_PI = torch.empty((num_pairs, inner), dtype=x_TD.dtype, device=device)
     gate_pairs[(num_tiles * triton.cdiv(inner, tiles.gate_columns),)](
@@ -113,6 +107,18 @@ def mix_experts(
         INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, PACKED=packed, BLOCK_N=tiles.down_columns, **shared,
     )  # fmt: skip
     return results_PD.view(num_tokens, num_chosen, width).sum(1)
+
+
+def sorted_pairs(experts_TK: Tensor, num_experts: int, first_expert: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs of some experts, by expert and then by token, and each expert's number of them, int32."""
+    num_pairs, device = experts_TK.numel(), experts_TK.device
+    order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    at_once = PAIRS_AT_ONCE if num_pairs <= 2 * MANY_PAIRS_AT_ONCE else MANY_PAIRS_AT_ONCE
+    place_pairs[(num_experts,)](
+        experts_TK, order_P, counts_E, num_pairs, first_expert, BLOCK_P=at_once, num_warps=at_once // 256
+    )
+    return order_P, counts_E
 
 
 # The number of tokens must not make another variant: compiling one takes a second, during which clients wait.
