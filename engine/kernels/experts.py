@@ -92,7 +92,8 @@ def mix_experts(
     shared = {
         "NUM_CHOSEN": num_chosen, "NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts),
         "BLOCK_M": tiles.pairs, "BLOCK_C": TILE_BYTES // x_TD.element_size(), "UNROLLED": tiles.unrolled,
-        "AT_ONCE": TILES_AT_ONCE, "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
+        "AT_ONCE": TILES_AT_ONCE,
+        "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
     }  # fmt: skip
     gated_PI = torch.empty((num_pairs, inner), dtype=x_TD.dtype, device=device)
     gate_pairs[(num_tiles * triton.cdiv(inner, tiles.gate_columns),)](
