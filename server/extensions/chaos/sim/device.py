@@ -416,8 +416,9 @@ class DeviceBroken(Exception):
 class SimExecutor(Actor[ExecutorInbox]):
     """Runs steps in order, each for a while; at most ``overlap`` are queued.
 
-    step_s, read_s: mean duration of a step, and of reading a page from the store.  A step's effects are made when it
-    begins or when it ends, by luck: a device makes them somewhere between."""
+    step_s, row_s, read_s: mean duration of a step, what each row that decodes adds to it, and the duration of reading
+    a page from the store.  A step's effects are made when it begins or when it ends, by luck: a device makes them
+    somewhere between."""
 
     def __init__(
         self,
@@ -427,6 +428,7 @@ class SimExecutor(Actor[ExecutorInbox]):
         num_pages: int,
         overlap: int,
         step_s: float,
+        row_s: float,
         load_s: float,
         read_s: float,
         seed: int,
@@ -436,6 +438,7 @@ class SimExecutor(Actor[ExecutorInbox]):
         self._num_pages = num_pages
         self._overlap = overlap
         self._step_s = step_s
+        self._row_s = row_s
         self._load_s = load_s
         self._read_s = read_s
         self._seed = seed
@@ -542,7 +545,8 @@ class SimExecutor(Actor[ExecutorInbox]):
             if self._result is None:
                 return
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._step_s * (0.5 + draw), self._end)
+        rows_s = self._row_s * len(ints(step.decode_rows))
+        self._timer = loop.call_later((self._step_s + rows_s) * (0.5 + draw), self._end)
 
     def _end(self) -> None:
         loop = asyncio.get_running_loop()
