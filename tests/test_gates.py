@@ -38,9 +38,9 @@ BOUNDED = {
     "engine/actors/executor.py: self._steps": "scheduler.overlap_depth steps in flight",
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
     "engine/features/images/rank.py: self._work": "pictures that the cache of the planner has room for",
+    "engine/features/lora/reader.py: self._work": "as many adapters as there are slots, by the planner",
     "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, which the scheduler limits",
     "engine/features/kv_store/pages.py: self._to_write": "BUFFER_BYTES of pages",
-    "engine/features/lora/reader.py: self._work": "adapters that the planner lets be read or kept at once",
 }
 
 LOOP_MAKERS = {"run", "Runner", "new_event_loop"}

@@ -85,7 +85,7 @@ def mix_experts(
     if not num_tokens:
         return torch.empty_like(x_TD)
     num_pairs, device = num_tokens * num_chosen, x_TD.device
-    order_P, counts_E = _placed(experts_TK, num_experts, first_expert or 0)
+    order_P, counts_E = sorted_pairs(experts_TK, num_experts, first_expert or 0)
     sizes = FOUR_BIT_TILES if packed else TILES
     tiles = next(one for one in sizes if num_pairs <= one.most_pairs * num_experts)
     num_tiles = num_pairs // tiles.pairs + min(num_experts, num_pairs)
@@ -110,8 +110,8 @@ def mix_experts(
     return results_PD.view(num_tokens, num_chosen, width).sum(1)
 
 
-def _placed(experts_TK: Tensor, num_experts: int, first_expert: int) -> tuple[Tensor, Tensor]:
-    """Return the pairs of tokens and experts in the order of the experts, and the number of each expert's."""
+def sorted_pairs(experts_TK: Tensor, num_experts: int, first_expert: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs of some experts, by expert and then by token, and each expert's number of them, int32."""
     num_pairs, device = experts_TK.numel(), experts_TK.device
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)

@@ -89,7 +89,7 @@ def test_small_sums_go_through_shared_memory_and_others_through_the_library(
 
 
 class KernelModels:
-    """What torch's kernels do with buffers that all threads see, in their order of adding, float32 inside.
+    """Models of torch's kernels over buffers that all threads see, in the kernels' order of adding, float32 inside.
 
     The one-shot kernel adds in the order of ranks.  The two-shot kernel of a rank adds its share, beginning with its
     own part, and writes it to every buffer."""

@@ -21,7 +21,7 @@ _Work = Callable[[], None]
 
 
 class AdapterReader(Generic[T]):
-    """Adapters that were read, by digest.  read: reads one; it may raise any error."""
+    """A reader of adapters, and those that it keeps.  read: reads one; it may raise any error."""
 
     def __init__(self, read: Callable[[Adapter], T], rank: int) -> None:
         self._read = read

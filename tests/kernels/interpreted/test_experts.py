@@ -92,9 +92,7 @@ def test_neighbours_have_tiles_that_are_near_and_each_is_done_once(num_tiles, wi
 
 def test_many_pairs_are_placed_by_larger_blocks_in_the_same_order():
     chosen = torch.randint(0, 6, (3 * kernel.MANY_PAIRS_AT_ONCE, 1))
-    num_pairs = len(chosen)
-    order, counts = torch.empty(num_pairs, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
-    kernel.place_pairs[(6,)](chosen, order, counts, num_pairs, 0, BLOCK_P=kernel.MANY_PAIRS_AT_ONCE)
+    order, counts = kernel.sorted_pairs(chosen, 6, 0)
     assert torch.equal(order.long(), chosen[:, 0].argsort(stable=True))
     assert torch.equal(counts.long(), chosen[:, 0].bincount(minlength=6))
 
