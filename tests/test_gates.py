@@ -38,6 +38,7 @@ BOUNDED = {
     "engine/actors/executor.py: self._steps": "scheduler.overlap_depth steps in flight",
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
     "engine/features/images/rank.py: self._work": "pictures that the cache of the planner has room for",
+    "engine/features/lora/reader.py: self._work": "as many adapters as there are slots, by the planner",
     "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, which the scheduler limits",
     "engine/features/kv_store/pages.py: self._to_write": "BUFFER_BYTES of pages",
 }
@@ -46,6 +47,7 @@ LOOP_MAKERS = {"run", "Runner", "new_event_loop"}
 # Files of tests that make an event loop themselves -> which one.
 OWN_LOOPS = {
     "tests/extensions/images/test_media.py": "asyncio's, because uvloop looks names up by itself",
+    "tests/features/handover/link.py": "a link's, on a thread",
     "tests/fuzz/uploads.py": "a reader's, which a fuzzer calls",
     "tests/server/edges.py": "a program's",
     "tests/server/test_access_page.py": "a program's, which writes a page",

@@ -48,6 +48,7 @@ class StepThreads:
     """A choice of the number of threads by the times of decode steps.  It is called between steps, on their thread.
 
     choices: numbers that may be taken.  chosen: the number in force, at first that of the start.
+    is_measured: whether this start has measured it; else the first steps that are alike try the others as well.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class StepThreads:
         choices: Sequence[int],
         chosen: int,
         *,
+        is_measured: bool = True,
         clock: Callable[[], float] = time.monotonic,
         set_threads: Callable[[int], None] = torch.set_num_threads,
     ) -> None:
         self.chosen = chosen
+        self._is_measured = is_measured
         self._choices = choices
         self._at_start = chosen
         self._clock = clock
@@ -90,8 +93,8 @@ class StepThreads:
         return [threads for threads in self._choices if step_s >= SHORT_S or threads < max(self._choices)]
 
     def _should_try(self, shape: Shape, seconds: float) -> bool:
-        """Return whether steps have been slow for long, or another number was taken long ago: than the start's, or than
-        the greatest, since a neighbour that was busy then may be gone."""
+        """Return whether this start has not measured the number, steps have been slow for long, or another one was
+        taken long ago: than the start's, or than the greatest, since a neighbour that was busy then may be gone."""
         times = self._recent.setdefault(shape, [])
         times.append(seconds)
         if len(times) < WINDOW:
@@ -99,6 +102,9 @@ class StepThreads:
         median = statistics.median(times)
         self._recent.clear()  # also other shapes', so that shapes that no longer come take no room
         usual = self._usual[shape] = min(median, self._usual.get(shape, median))
+        if not self._is_measured:
+            self._is_measured = True
+            return True
         now = self._clock()
         if median < SLOW * usual:
             self._slow_since = None

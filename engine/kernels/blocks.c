@@ -66,8 +66,8 @@ INLINE int64_t group_header(int64_t form) {
     return form == MINIMUM ? 4 * V : form == PLAIN || form == SUPER_MINIMUM ? 2 * V : form == SUPER ? V : 0;
 }
 
-static int64_t group_bytes(const Format *is) { return group_header(is->form) + V * is->group * is->bits / 8; }
-static int64_t block_bytes(const Format *is) {
+INLINE int64_t group_bytes(const Format *is) { return group_header(is->form) + V * is->group * is->bits / 8; }
+INLINE int64_t block_bytes(const Format *is) {
     return block_header(is->form) + is->size / is->group * group_bytes(is);
 }
 
@@ -85,18 +85,32 @@ typedef struct {
     int8_t scales[16], minima[8], zero;
 } Block;
 
-static uint16_t half_at(const uint8_t *from) {
+INLINE uint16_t half_at(const uint8_t *from) {
     uint16_t half;
     memcpy(&half, from, sizeof half);
     return half;
 }
 
-static void read_nibbles(const uint8_t *from, uint8_t *q, int count) {
+INLINE uint32_t word_at(const void *from) {
+    uint32_t word;
+    memcpy(&word, from, sizeof word);
+    return word;
+}
+
+INLINE void read_nibbles(const uint8_t *from, uint8_t *q, const int count) {
     for (int i = 0; i < count; i++) q[i] = from[i] & 15, q[i + count] = from[i] >> 4;
 }
 
+/* Adds the highest bits of eight integers, which a byte has. */
+INLINE void read_fifth_bits(uint8_t bits, uint8_t *q) {
+    uint64_t eight, each = bits * UINT64_C(0x0101010101010101) & UINT64_C(0x8040201008040201);
+    memcpy(&eight, q, sizeof eight);
+    eight |= (each + UINT64_C(0x7f7f7f7f7f7f7f7f)) >> 3 & UINT64_C(0x1010101010101010);
+    memcpy(q, &eight, sizeof eight);
+}
+
 /* The 6-bit scales and minima of Q4_K and Q5_K, in 12 bytes. */
-static void read_scales(const uint8_t *from, Block *to) {
+INLINE void read_scales(const uint8_t *from, Block *to) {
     for (int j = 0; j < 4; j++) {
         to->scales[j] = from[j] & 63;
         to->minima[j] = from[j + 4] & 63;
@@ -105,7 +119,7 @@ static void read_scales(const uint8_t *from, Block *to) {
     }
 }
 
-static void read_block(int64_t format, const uint8_t *from, Block *to) {
+INLINE void read_block(const int64_t format, const uint8_t *from, Block *to) {
     const uint8_t *high;
     to->minimum = 0;
     to->scale = half_at(format == Q6_K ? from + 208 : from);
@@ -119,7 +133,7 @@ static void read_block(int64_t format, const uint8_t *from, Block *to) {
     case Q5_1:
         if (format == Q5_1) to->minimum = half_at(from + 2), from += 2;
         read_nibbles(from + 6, to->q, 16);
-        for (int i = 0; i < 32; i++) to->q[i] |= (from[2 + i / 8] >> i % 8 & 1) << 4;
+        for (int i = 0; i < 4; i++) read_fifth_bits(from[2 + i], to->q + i * 8);
         return;
     case Q8_0:
         for (int i = 0; i < 32; i++) to->q[i] = from[2 + i] ^ 128;
@@ -130,13 +144,16 @@ static void read_block(int64_t format, const uint8_t *from, Block *to) {
         read_scales(from + 4, to);
         high = from + 16, from += format == Q5_K ? 48 : 16;
         for (int j = 0; j < 4; j++) read_nibbles(from + 32 * j, to->q + 64 * j, 32);
-        for (int i = 0; format == Q5_K && i < SPAN; i++) to->q[i] |= (high[i % 32] >> i / 32 & 1) << 4;
+        for (int j = 0; format == Q5_K && j < 8; j++)
+            for (int i = 0; i < 32; i++) to->q[j * 32 + i] |= (high[i] >> j & 1) << 4;
         return;
     case Q6_K:
         memcpy(to->scales, from + 192, 16);
-        for (int i = 0; i < SPAN; i++) {
-            int at = i % 128, low = from[i / 128 * 64 + at % 64] >> at / 64 * 4 & 15;
-            to->q[i] = low | (from[128 + i / 128 * 32 + at % 32] >> at / 32 * 2 & 3) << 4;
+        for (int j = 0; j < 8; j++) {
+            const uint8_t *low = from + j / 4 * 64 + j % 2 * 32;
+            high = from + 128 + j / 4 * 32;
+            for (int i = 0; i < 32; i++)
+                to->q[j * 32 + i] = (low[i] >> j / 2 % 2 * 4 & 15) | (high[i] >> j % 4 * 2 & 3) << 4;
         }
         return;
     default:
@@ -145,21 +162,22 @@ static void read_block(int64_t format, const uint8_t *from, Block *to) {
     }
 }
 
-/* Writes the integers of a group of output o; the memory is zeros. */
-static void write_group(const Format *is, const uint8_t *q, uint8_t *to, int64_t o) {
-    for (int64_t k = 0; k < is->group / 4; k++)
-        for (int64_t j = 0; j < 4; j++, q++) {
-            int64_t at = o * 4 + j;
-            if (is->bits == 8) {
-                to[k * V * 4 + at] = *q;
-                continue;
-            }
-            to[k / 2 * V * 4 + at] |= (*q & 15) << k % 2 * 4;
-            if (is->bits > 4) to[is->group / 8 * V * 4 + at] |= *q >> 4 << k * (is->bits - 4);
+/* Writes the integers of a group of output o, four at a time. */
+INLINE void write_group(const Format *is, const uint8_t *q, uint8_t *to, int64_t o) {
+    uint32_t high = 0;
+    for (int64_t k = 0; k < is->group / 4; k++) {
+        uint32_t four = word_at(q + k * 4), low = four & 0x0f0f0f0f;
+        if (is->bits == 8) memcpy(to + (k * V + o) * 4, &four, sizeof four);
+        else if (k % 2 == 0) {
+            low |= (word_at(q + k * 4 + 4) & 0x0f0f0f0f) << 4;
+            memcpy(to + (k / 2 * V + o) * 4, &low, sizeof low);
         }
+        high |= (four >> 4 & 0x0f0f0f0f) << k * (is->bits - 4);
+    }
+    if (is->bits == 5 || is->bits == 6) memcpy(to + (is->group / 8 * V + o) * 4, &high, sizeof high);
 }
 
-static void write_block(const Format *is, const Block *block, char *to, int64_t o) {
+INLINE void write_block(const Format *is, const Block *block, char *to, int64_t o) {
     if (is->form >= ZERO) memcpy(to + o * 2, &block->scale, 2);
     if (is->form == ZERO || is->form == ZERO_UPPER) to[2 * V + o] = block->zero;
     if (is->form == SUPER_MINIMUM) memcpy(to + (V + o) * 2, &block->minimum, 2);
@@ -173,28 +191,41 @@ static void write_block(const Format *is, const Block *block, char *to, int64_t 
     }
 }
 
-static int is_finite(const Format *is, uint16_t scale) {
+INLINE int is_finite(const Format *is, uint16_t scale) {
     uint16_t exponent = is->form == ZERO_UPPER ? 0x7f80 : 0x7c00;
     return (scale & exponent) != exponent;
+}
+
+/* Fills a panel with outputs from o on.  Returns how many scales are NaN or infinite. */
+INLINE int64_t pack_panel(const int64_t format, int64_t O, int64_t blocks, const uint8_t *rows, char *panel,
+                          int64_t first) {
+    const Format is = TABLE[format];
+    int64_t wrong = 0;
+    memset(panel, 0, blocks * block_bytes(&is));
+    for (int64_t o = 0; o < V && first + o < O; o++)
+        for (int64_t b = 0; b < blocks; b++) {
+            Block block;
+            read_block(format, rows + ((first + o) * blocks + b) * is.bytes, &block);
+            wrong += !is_finite(&is, block.scale) + !is_finite(&is, block.minimum);
+            write_block(&is, &block, panel + b * block_bytes(&is), o);
+        }
+    return wrong;
 }
 
 /* rows: of O outputs, each I / size blocks, as their file stores them.  panels: ``blocks_bytes`` of memory, which this
    fills.  Returns how many scales are NaN or infinite. */
 int64_t blocks_pack(int64_t format, int64_t O, int64_t I, const uint8_t *rows, char *panels, int64_t threads) {
-    const Format *is = TABLE + format;
-    int64_t count = panels_in(O), blocks = I / is->size, size = blocks * block_bytes(is), wrong = 0;
+    int64_t count = panels_in(O), blocks = I / TABLE[format].size, size = blocks * block_bytes(TABLE + format), wrong = 0;
+/* A function for each format, whose loops have a known length. */
+#define PACK(F) \
+    case F: wrong += pack_panel(F, O, blocks, rows, panels + p * size, p * V); break;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : wrong)
-    for (int64_t p = 0; p < count; p++) {
-        char *panel = panels + p * size;
-        memset(panel, 0, size);
-        for (int64_t o = 0; o < V && p * V + o < O; o++)
-            for (int64_t b = 0; b < blocks; b++) {
-                Block block;
-                read_block(format, rows + ((p * V + o) * blocks + b) * is->bytes, &block);
-                wrong += !is_finite(is, block.scale) + !is_finite(is, block.minimum);
-                write_block(is, &block, panel + b * block_bytes(is), o);
-            }
-    }
+    for (int64_t p = 0; p < count; p++)
+        switch (format) {
+            PACK(Q4_0) PACK(Q4_1) PACK(Q5_0) PACK(Q5_1) PACK(Q8_0) PACK(Q4_K) PACK(Q5_K) PACK(Q6_K)
+            PACK(HALF32) PACK(HALF64) PACK(HALF128) PACK(UPPER32) PACK(UPPER64) PACK(UPPER128)
+        }
+#undef PACK
     return wrong;
 }
 

@@ -1,7 +1,6 @@
 """The number of CPU threads of a model's steps, measured with decode steps of its own once it is loaded.
 
-Owns: the measurement.  The result is kept for later starts, which check it in one turn, since a neighbour that was busy
-then may be gone.
+Owns: the measurement.  The result is kept for later starts, which take it at once; its first steps check it.
 Does not know: what a step computes, what is done when the machine changes (``engine/execution/step_threads.py``).
 """
 
@@ -41,7 +40,8 @@ def common_choices(choices: Sequence[int], comm: Comm) -> Sequence[int]:
 class ThreadRace:
     """A race of numbers of threads.  All ranks run it together: steps need all of them, with the same numbers.
 
-    step: runs a decode step of so many rows.  kept: the fastest number, kept by an earlier start of one rank alone."""
+    step: runs a decode step of so many rows.  kept: the fastest number, kept by an earlier start of one rank alone.
+    is_measured: whether this start has measured the number that ``run`` returned."""
 
     def __init__(
         self,
@@ -57,25 +57,29 @@ class ThreadRace:
         self._kept = kept if comm.size == 1 else None
         self._clock = clock
         self._set_threads = set_threads
+        self.is_measured = False
 
     def run(self, choices: Sequence[int]) -> int:
-        """Measure, log the times, and set the fastest number of threads."""
+        """Set the fastest number of threads: an earlier start's, or else by measurements, whose times are logged."""
         known = self._kept.load() if self._kept is not None else None
-        chosen = self._chosen(choices, 1 if known in choices else TURNS)
-        if known in choices and chosen != known:
-            chosen = self._chosen(choices, TURNS)
-        if self._kept is not None and chosen != known:
-            self._kept.keep(chosen)
+        self.is_measured = known is None or known not in choices
+        if known is None or self.is_measured:
+            chosen = self._chosen(choices)
+            if self._kept is not None:
+                self._kept.keep(chosen)
+        else:
+            chosen = known
+            log.info("threads: %d (measured by an earlier start; the first steps check it)", chosen)
         self._set_threads(chosen)
         return chosen
 
-    def _chosen(self, choices: Sequence[int], turns: int) -> int:
-        """Measure in so many turns, log the times, and return the fastest number of threads."""
+    def _chosen(self, choices: Sequence[int]) -> int:
+        """Measure, log the times, and return the fastest number of threads."""
         began = self._clock()
         contest = Contest(
             self._seconds,
             ROWS,
-            turns=turns,
+            turns=TURNS,
             middle=statistics.median,
             hopeless=HOPELESS,
             is_over=lambda: self._largest(self._clock() - began) > LIMIT_S,

@@ -8,12 +8,13 @@ from engine.execution.step_threads import LONGEST_TRIAL, PAUSE_S, TRIED, WINDOW,
 class Machine:
     """Two cores.  A step takes less with two threads, but twenty times as long while somebody else has a core."""
 
-    def __init__(self, choices=(1, 2), chosen=2):
+    def __init__(self, choices=(1, 2), chosen=2, is_measured=True):
         self.now = 0.0
         self.threads = chosen
         self.busy = False
         self.ran_with = []
-        self.watch = StepThreads(choices, chosen, clock=lambda: self.now, set_threads=self.set_threads)
+        ways = {"clock": lambda: self.now, "set_threads": self.set_threads, "is_measured": is_measured}
+        self.watch = StepThreads(choices, chosen, **ways)
 
     def set_threads(self, threads):
         self.threads = threads
@@ -37,6 +38,20 @@ def test_steady_steps_change_nothing():
     machine = Machine()
     machine.run(120)
     assert set(machine.ran_with) == {2}
+
+
+def test_the_first_steps_check_the_number_of_an_earlier_start():
+    machine = Machine(chosen=1, is_measured=False)
+    machine.run(1)
+    assert machine.threads == 2
+    assert machine.ran_with.count(1) <= WINDOW + TRIED
+    machine = Machine(chosen=2, is_measured=False)
+    machine.busy = True
+    machine.run(5)
+    assert machine.threads == 1
+    machine = Machine(chosen=2, is_measured=False)
+    machine.run(5)
+    assert machine.ran_with.count(1) == TRIED
 
 
 def test_a_busy_neighbour_costs_a_few_seconds_and_then_a_thread(caplog):

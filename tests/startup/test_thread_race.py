@@ -16,7 +16,7 @@ from engine.kernels.panels import products
 from engine.plugins.comm.local import LocalComm
 from engine.startup import loading
 from engine.startup.model_steps import ModelSteps
-from engine.startup.thread_race import TURNS, ThreadRace, common_choices
+from engine.startup.thread_race import ThreadRace, common_choices
 from engine.types.params import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -168,23 +168,27 @@ def test_an_engine_measures_its_own_steps_and_is_told_of_each(numerics, monkeypa
     assert told[:3] == ([(1, 4), (1, 5), (1, 6)] if numerics == "fast" else [])
 
 
-def test_a_later_start_checks_the_number_of_an_earlier_one_in_one_turn(tmp_path, monkeypatch):
+def test_a_later_start_takes_the_number_of_an_earlier_one_and_leaves_its_check_to_steps(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine(lambda threads, rows: 0.002 * rows * (1 if threads == 2 else 1.5))
-    first = KeptResults("threads", "a processor", "a model", int)
-    assert machine.race(kept=first).run((1, 2)) == 2
+    first = machine.race(kept=KeptResults("threads", "a processor", "a model", int))
+    assert first.run((1, 2)) == 2
+    assert first.is_measured
     whole = len(machine.steps)
     machine.steps.clear()
-    assert machine.race(kept=KeptResults("threads", "a processor", "a model", int)).run((1, 2)) == 2
+    later = machine.race(kept=KeptResults("threads", "a processor", "a model", int))
+    assert later.run((1, 2)) == 2
     assert machine.threads == 2
-    assert len(machine.steps) == whole // TURNS == 8
-    # Another model, and a machine with a neighbour: all turns again, and the new number is kept.
-    machine.steps.clear()
-    assert machine.race(kept=KeptResults("threads", "a processor", "another model", int)).run((1, 2)) == 2
-    assert len(machine.steps) == whole
+    assert not machine.steps
+    assert not later.is_measured
+    # A number that is no choice here, and another model, are measured.
     machine.cost = lambda threads, rows: 0.002 * rows * (1.5 if threads == 2 else 1)
-    assert machine.race(kept=first).run((1, 2)) == 1
-    assert first.load() == 1
+    other = machine.race(kept=KeptResults("threads", "a processor", "another model", int))
+    assert other.run((1, 2)) == 1
+    assert other.is_measured
+    assert len(machine.steps) == whole
+    assert later.run((1, 3)) in (1, 3)
+    assert later.is_measured
 
 
 def test_ranks_that_share_a_model_keep_no_number(tmp_path, monkeypatch):
