@@ -5,6 +5,8 @@ one answer after the other, beside the hostile clients and alone in turns, so th
 hostile clients send 100,000 requests of every kind that once disturbed others.  They stand for clients elsewhere: their
 process runs only where no other one needs the processor.  It is stopped while the good client is alone; processes that
 only count then take what it would take.  So no core is idle in either, and what is compared is the server's work.
+In turns of a third kind, the control, as many hostile clients send the same to a server of another process, which only
+answers 404: what the good client loses then is the work of the load and not of the server.
 
 Compared are the good client's texts, which must not change, and the time between two of its tokens.  The script fails
 where the 99th percentile is more than twice that of alone, where a text differs, where an answer is a 5xx other than
@@ -12,6 +14,7 @@ where the 99th percentile is more than twice that of alone, where a text differs
 
     python benchmarks/bench_hostile.py --json benchmarks/results/hostile_2core_cpu.json
     python benchmarks/bench_hostile.py --requests 3000 --only keyed     # a smoke run
+    python benchmarks/bench_hostile.py --minutes 10                     # as many as come in ten minutes
     python benchmarks/bench_hostile.py --requests 3000 --model ~/.cache/callboard/real/SmolLM2-135M-Instruct.Q4_1.gguf
 """
 
@@ -19,6 +22,7 @@ import asyncio
 import http.client
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -30,7 +34,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +111,9 @@ def request(method: str, path: str, body: bytes = b"", key: str = "", *headers: 
 class Hostile:
     """The clients that mean harm.  source: the address that they come from; counts: answers by kind and status."""
 
-    def __init__(self, port: int, keyed: bool, count: int) -> None:
+    def __init__(self, port: int, keyed: bool, count: int, minutes: float) -> None:
         self._port, self._keyed, self._left = port, keyed, count
+        self._until = time.monotonic() + minutes * 60
         self._dice = random.Random(7)
         self.counts: Counter[str] = Counter()
 
@@ -119,7 +124,7 @@ class Hostile:
         kinds, weights = list(KINDS), list(KINDS.values())
         key = KEYS[("first", "second")[number % 2]] if self._keyed else ""
         source = "127.0.0.1" if self._keyed else f"127.0.0.{2 + number % 2}"
-        while self._left > 0:
+        while self._left > 0 and time.monotonic() < self._until:
             self._left -= 1
             kind = self._dice.choices(kinds, weights)[0]
             try:
@@ -218,10 +223,28 @@ def be_harmless() -> None:
         pass
 
 
-def be_hostile(port: int, keyed: bool, count: int) -> None:
+async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Read a request and answer 404."""
+    with suppress(OSError, asyncio.IncompleteReadError):
+        size = re.search(rb"Content-Length: (\d+)", await reader.readuntil(b"\r\n\r\n"))
+        await reader.readexactly(int(size[1]) if size else 0)
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+    writer.close()
+
+
+async def be_another_server() -> None:
+    """The process of the control, which prints its port."""
+    yield_always()
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def be_hostile(port: int, keyed: bool, count: int, minutes: float) -> None:
     """The process of the hostile clients; it prints the statuses of their answers."""
     yield_always()
-    hostile = Hostile(port, keyed, count)
+    hostile = Hostile(port, keyed, count, minutes)
     asyncio.run(hostile.run())
     print(json.dumps(hostile.counts))
 
@@ -301,8 +324,19 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def measure(mode: str, num_requests: int, model: Path) -> dict[str, Any]:
-    """One server; the good client alone, then beside the hostile ones."""
+def start_control(ends: ExitStack, mode: str) -> list[subprocess.Popen[str]]:
+    """Start another server and hostile clients of it, which end with ``ends``."""
+    processes = [start("--control")]
+    assert processes[0].stdout is not None
+    port = processes[0].stdout.readline().strip()
+    processes.append(start("--crowd", port, "--only", mode, "--requests", str(10**9)))
+    for one in processes:
+        ends.callback(one.kill)
+    return processes
+
+
+def measure(mode: str, num_requests: int, minutes: float, model: Path) -> dict[str, Any]:
+    """One server; the good client alone, beside the control, and beside the hostile ones, in turns."""
     keyed = mode == "keyed"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
         server, port = serve(Path(folder), mode, model)
@@ -312,12 +346,16 @@ def measure(mode: str, num_requests: int, model: Path) -> dict[str, Any]:
         alone = Good(port, keyed)
         texts = {prompt: alone.stream(prompt) for prompt in PROMPTS}
         counting = [start("--harmless") for _ in range(os.cpu_count() or 1)]
+        control = start_control(ends, mode)
         for one in counting:
             ends.callback(one.kill)
+        for one in counting + control:
             one.send_signal(signal.SIGSTOP)
-        crowd = start("--crowd", str(port), "--only", mode, "--requests", str(num_requests))
+        count = ("--requests", str(num_requests), "--minutes", str(minutes))
+        crowd = start("--crowd", str(port), "--only", mode, *count)
         ends.callback(crowd.kill)
-        beside, differing, started = Good(port, keyed), 0, time.monotonic()
+        beside, controlled = Good(port, keyed), Good(port, keyed)
+        differing, started = 0, time.monotonic()
         cores = Cores(server.pid), Cores(server.pid)
         while crowd.poll() is None:
             with cores[1].noted():
@@ -326,6 +364,8 @@ def measure(mode: str, num_requests: int, model: Path) -> dict[str, Any]:
             settle(port, keyed)
             with cores[0].noted(), continued(counting):
                 differing += alone.stream_for(ALONE_S, texts, crowd)
+            with continued(control):
+                differing += controlled.stream_for(ALONE_S, texts, crowd)
             crowd.send_signal(signal.SIGCONT)
         took_s, counts = time.monotonic() - started, json.loads(crowd.communicate()[0])
         return {
@@ -334,6 +374,7 @@ def measure(mode: str, num_requests: int, model: Path) -> dict[str, Any]:
             "seconds": round(took_s, 1),
             "load": [round(one, 1) for one in os.getloadavg()],
             "alone": alone.figures() | cores[0].figures(),
+            "control": controlled.figures(),
             "beside": beside.figures() | cores[1].figures(),
             "texts_that_differ": differing,
             "answers": dict(sorted(counts.items())),
@@ -393,21 +434,26 @@ def main() -> None:
         "--model", type=Path, default=ROOT / "examples/demo_model", help="a checkpoint in place of the demo model"
     )
     parser.add_argument("--crowd", type=int, metavar="PORT", help="be the hostile clients of the server there")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of the hostile clients at most, in each mode")
     parser.add_argument("--harmless", action="store_true", help="be a process that counts")
+    parser.add_argument("--control", action="store_true", help="be the server of the control")
     arguments = parser.parse_args()
     if arguments.harmless:
         return be_harmless()
+    if arguments.control:
+        return asyncio.run(be_another_server())
     if arguments.crowd:
-        return be_hostile(arguments.crowd, arguments.only == "keyed", arguments.requests)
+        return be_hostile(arguments.crowd, arguments.only == "keyed", arguments.requests, arguments.minutes)
     table = Table("mode", "clients", "p50, ms", "p99, ms", "most, ms", "first token p50, ms", "most, ms")
     results, wrong = [], []
     for mode in [arguments.only] if arguments.only else MODES:
-        results.append(found := measure(mode, arguments.requests, arguments.model))
-        for clients in ("alone", "beside"):
+        results.append(found := measure(mode, arguments.requests, arguments.minutes, arguments.model))
+        for clients in ("alone", "control", "beside"):
             table.add_row(
                 mode, clients, *(f"{figure:g}" for name, figure in found[clients].items() if name.endswith("_ms"))
             )
         found["ratio"] = round(found["beside"]["itl_p99_ms"] / found["alone"]["itl_p99_ms"], 3)
+        found["ratio_of_the_control"] = round(found["control"]["itl_p99_ms"] / found["alone"]["itl_p99_ms"], 3)
         failures = [name for name in found["answers"] if re.search(r": 5(?!03)", name)]
         if found["ratio"] > LIMIT or found["texts_that_differ"] or failures or found["held_at_the_end"]:
             wrong.append(f"{mode}: ratio {found['ratio']}, {found['texts_that_differ']} texts differ, {failures}")
@@ -415,6 +461,7 @@ def main() -> None:
     for found in results:
         count, seconds = found["hostile_requests"], found["seconds"]
         print(f"{found['mode']}: {found['ratio']} times, {count} in {seconds} s, load {found['load']}")
+        print(f"  the control: {found['ratio_of_the_control']} times")
         print(*(f"  {name}: {count}" for name, count in found["answers"].items()), sep="\n")
     keep(arguments.output, {"runs": results})
     if wrong:

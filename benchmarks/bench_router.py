@@ -113,12 +113,12 @@ class Ports:
         """Do nothing."""
 
 
-async def router(ports: list[int]) -> None:
-    """Be the router."""
+async def router(ports: list[int], port: int) -> None:
+    """Be a router, on a port that others share."""
     from server.extensions.replicas.router import routing
     from server.http.listener import bind
 
-    with bind("127.0.0.1", 0) as listener:
+    with bind("127.0.0.1", port, is_shared=True) as listener:
         async with routing(Config(), Ports(ports), listener):
             await asyncio.sleep(2.0)
             print(listener.getsockname()[1], flush=True)
@@ -210,34 +210,42 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=220_000)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--stubs", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--routers", type=int, default=1, help="processes of the router, which share its port")
     parser.add_argument("--router", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.stubs:
         asyncio.run(stubs(arguments.replicas))
     if arguments.router:
         import uvloop
 
-        uvloop.run(router(json.loads(arguments.router)))
+        uvloop.run(router(json.loads(arguments.router), arguments.port))
     bodies = [body_of(arguments.bytes, number) for number in range(60)]
     own = [sys.executable, __file__]
     with contextlib.ExitStack() as stack:
         stub = stack.enter_context(running([*own, "--stubs", "--replicas", str(arguments.replicas)]))
         assert stub.stdout is not None
         ports: list[int] = json.loads(stub.stdout.readline())
-        between = stack.enter_context(running([*own, "--router", json.dumps(ports)]))
-        assert between.stdout is not None
-        ways: dict[str, tuple[int, int | None]] = {"directly": (ports[0], None)}
+        routers: list[subprocess.Popen[str]] = []
+        shared_port = 0
+        for _ in range(arguments.routers):
+            command = [*own, "--router", json.dumps(ports), "--port", str(shared_port)]
+            routers.append(stack.enter_context(running(command)))
+            told = routers[-1].stdout
+            assert told is not None
+            shared_port = int(told.readline())
+        ways: dict[str, tuple[int, list[int]]] = {"directly": (ports[0], [])}
         if arguments.haproxy:
             process, port = stack.enter_context(haproxy(arguments.haproxy, ports))
-            ways["HAProxy"] = port, process.pid
-        ways["callboard's router"] = int(between.stdout.readline()), between.pid
+            ways["HAProxy"] = port, [process.pid]
+        ways["callboard's router"] = shared_port, [one.pid for one in routers]
         rows: dict[str, dict[str, list[float]]] = {way: {"rate": [], "first": [], "cpu_ms": []} for way in ways}
         for _ in range(arguments.rounds):
-            for way, (port, pid) in ways.items():
+            for way, (port, pids) in ways.items():
                 asyncio.run(load(port, bodies, arguments.at_once, arguments.at_once))
-                before = cpu_s(pid) if pid is not None else 0.0
+                before = sum(map(cpu_s, pids))
                 rate, waits = asyncio.run(load(port, bodies, arguments.requests, arguments.at_once))
-                used = (cpu_s(pid) - before) if pid is not None else 0.0
+                used = sum(map(cpu_s, pids)) - before
                 rows[way]["rate"].append(rate)
                 rows[way]["first"].append(1e3 * statistics.median(waits))
                 rows[way]["cpu_ms"].append(1e3 * used / arguments.requests)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.host import appended_file, disk
+from engine.host import appended_file, cache_folder, disk
 from engine.host.cache_folder import replace_file
 from engine.kernels import compiled
 from engine.plugins.kv_store import files
@@ -105,6 +105,8 @@ async def write_kernels(root: Path, noted: NotedDisk) -> None:
 
 
 def read_kernels(root: Path) -> dict[Any, Any]:
+    for path in (root / "kernels").glob("*.so"):
+        assert path.stem.endswith(compiled._digest(path.read_bytes())), f"{path} has its name before its content"
     compiled._kept(root / "kernels", "a" * 32)
     return {}
 
@@ -121,6 +123,10 @@ def unsynced_copy(self: segments.JournalSegments, number: int, entries: Any, *, 
     return COPY(self, number, entries, is_synced=False)
 
 
+def unsynced_file(path: Path, begun: Path, head: bytes, *, is_synced: bool) -> Any:
+    return appended_file.whole_file(path, begun, head, is_synced=False)
+
+
 COPY = segments.JournalSegments.copy
 # Writer, and what is left out.  The first two are how the journal once was.
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
@@ -130,6 +136,7 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "no sync of a page's folder": ("page store", appended_file, "sync_folder", lambda path: None),
     "no sync of the folder above the store": ("storage", disk, "sync_folder", lambda path: None),
     "no sync of a content": ("storage", store.Store, "sync", lambda file: None),
+    "no sync of a kernel": ("kernel cache", cache_folder, "whole_file", unsynced_file),
 }
 
 

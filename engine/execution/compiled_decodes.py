@@ -1,53 +1,44 @@
 """Decode steps on a CPU, each by one call of C: rows in, logits or the next tokens out.
 
 Legend: B decode rows · D model dim · S slots of the pool · N rows of the engine · M tokens, W pages of a row
-Owns: which decoders the call computes, the weights, pages and rows that it gets.  Does not know: what is computed.
+Owns: which decoders the call computes, the pages, rows and states that it gets.  Does not know: what is computed.
 
 A call of an operation of a small model's layer costs more than its computation, and so does the layout of a step.
 """
 
 import ctypes
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from engine.execution.batch import Int32, Int64
 from engine.execution.captured_steps import Decoded
+from engine.execution.compiled_layers import (
+    FLOAT,
+    POINTER,
+    SIZE,
+    describe_layers,
+    is_described,
+    is_plain_norm,
+    panels,
+    weight_of,
+)
 from engine.execution.rows import DeviceRows
 from engine.kernels.attention import CompiledAttention
 from engine.kernels.compiled import compiled
-from engine.kernels.panels import CompiledWeight, Weight
+from engine.kernels.panels import Weight
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
-from engine.layers.linear import Linear, VocabLinear
-from engine.layers.mlp import GatedMLP
-from engine.layers.norm import HeadNorm, RMSNorm, UnchangedNorm
-from engine.layers.packing import WrappedWeight
-from engine.layers.rotary import Rotary
-from engine.layers.self_attention import SelfAttention
+from engine.layers.linear import VocabLinear
+from engine.layers.norm import RMSNorm
+from engine.layers.states import RecurrentStates
 from engine.messages import Step
-from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.hybrid_layer import HybridLayer
+from engine.models.decoder import Decoder
 from engine.sampling.captured import SamplingVariant
 from engine.sampling.sampler import Sampler
 
 NO_MEMORY, WRONG_TOKEN, WRONG_ROW = 1, 2, 3  # results of ``decode``; 0 for success
-POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class Layer(ctypes.Structure):
-    """A layer as ``decodes.c`` defines it.  The code that fills it keeps the tensors that it points to."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("before_attention_D", "heads_RH", "before_mlp_D")),
-        *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, POINTER) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
-        *((name, POINTER) for name in ("keys_SGH", "values_SGH", "frequencies_R")),
-        ("window", SIZE),
-        *((name, FLOAT) for name in ("attention_eps", "heads_eps", "mlp_eps", "angle_scale")),
-    )
 
 
 class DecoderStack(ctypes.Structure):
@@ -58,7 +49,8 @@ class DecoderStack(ctypes.Structure):
         *((name, Weight) for name in ("table", "head")),
         *((name, POINTER) for name in ("attention", "tokens_NM", "pages_NW")),
         *((name, SIZE) for name in ("num_layers", "V", "D", "I", "S", "N", "M", "W", "widest")),
-        *((name, FLOAT) for name in ("embedding_scale", "norm_eps")),
+        *((name, SIZE) for name in ("most_mixed", "most_inner", "most_channels", "most_heads")),
+        *((name, FLOAT) for name in ("embedding_scale", "norm_eps", "logit_scale")),
     )
 
 
@@ -66,7 +58,13 @@ class CompiledDecodes:
     """Decode steps of any number of rows, with torch's number of threads, while no tap reads states."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, attention: CompiledAttention, rows: DeviceRows, sampler: Sampler
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        attention: CompiledAttention,
+        rows: DeviceRows,
+        sampler: Sampler,
+        states: RecurrentStates | None,
     ) -> None:
         library = compiled()
         assert library is not None, "attention has kernels, and they are not compiled"
@@ -76,6 +74,7 @@ class CompiledDecodes:
         self._decoder = decoder
         self._pool = pool
         self._rows = rows
+        self._states = states
         self._sampler = sampler
         self._windows, self._widest = attention.windows, attention.widest
         self._attention = attention.another()
@@ -85,34 +84,36 @@ class CompiledDecodes:
     def describe(self) -> None:
         """Read the places of the decoder's weights; called again if it has others."""
         decoder, pool, rows = self._decoder, self._pool, self._rows
-        self._layers = (Layer * len(decoder.layers))(
-            *(_described(index, decoder, pool, self._windows[index]) for index in range(len(decoder.layers)))
-        )
-        table, norm, mlp = decoder.embedding, decoder.norm, decoder.layers[0].mlp
+        self._layers = layers = describe_layers(decoder, pool, self._windows, self._states)
+        table, norm = decoder.embedding, decoder.norm
         plain_VD = getattr(table, "weight", None)
-        assert isinstance(mlp, GatedMLP)
         assert isinstance(norm, RMSNorm)
         (num_rows, row_len), width = rows.tokens_RM.shape, rows.pages_RP.shape[1]
         self._stack = DecoderStack(
-            layers=ctypes.addressof(self._layers),
+            layers=ctypes.addressof(layers.layers),
             embedding_VD=None if plain_VD is None else plain_VD.data_ptr(),
             norm_D=norm.weight.data_ptr(),
-            table=Weight() if plain_VD is not None else _weight(table),
-            head=_weight(decoder.head),
+            table=Weight() if plain_VD is not None else weight_of(table),
+            head=weight_of(decoder.head),
             attention=ctypes.addressof(self._attention.step),
             tokens_NM=rows.tokens_RM.data_ptr(),
             pages_NW=rows.pages_RP.data_ptr(),
-            num_layers=len(self._layers),
+            num_layers=len(layers.layers),
             V=table.rows,
             D=norm.weight.shape[0],
-            I=mlp.down.inputs,
+            I=layers.features,
             S=len(pool.keys(0)),
             N=num_rows,
             M=row_len,
             W=width,
             widest=self._widest,
+            most_mixed=layers.mixed,
+            most_inner=layers.inner,
+            most_channels=layers.channels,
+            most_heads=layers.heads,
             embedding_scale=decoder.embedding_scale,
             norm_eps=norm.eps,
+            logit_scale=decoder.shape.logit_scale,
         )
 
     def fits(self, num_rows: int) -> bool:
@@ -169,94 +170,28 @@ class CompiledDecodes:
 
 
 def compiled_decodes(
-    model: object, pool: KVPool, attention: AttentionBackend, rows: DeviceRows, sampler: Sampler, comm: Comm
+    model: object,
+    pool: KVPool,
+    attention: AttentionBackend,
+    rows: DeviceRows,
+    sampler: Sampler,
+    comm: Comm,
+    states: RecurrentStates | None = None,
 ) -> CompiledDecodes | None:
     """Return decode steps in C, or None if C does not compute what the model does, or is missing."""
     if type(model) is not Decoder or not isinstance(attention, CompiledAttention) or comm.size > 1:
         return None  # a decoder that a plugin has derived from this one may compute something else
-    if not _ends_are_described(model) or not all(_is_described(layer, model) for layer in model.layers):
+    if not _ends_are_described(model) or not all(is_described(layer, model) for layer in model.layers):
         return None
-    if any(_inputs(one) != _inputs(other) for one, other in pairwise(model.layers)):
-        return None
-    return CompiledDecodes(model, pool, attention, rows, sampler)
+    return CompiledDecodes(model, pool, attention, rows, sampler, states)
 
 
 def _ends_are_described(model: Decoder) -> bool:
     shape, head = model.shape, model.head
     return (
         model.positions is None
-        and _is_plain(model.norm)
+        and is_plain_norm(model.norm)
         and isinstance(head, VocabLinear)
-        and _panels(head) is not None
-        and shape.logit_scale == 1.0
+        and panels(head) is not None
         and not shape.logit_cap
     )
-
-
-def _is_described(layer: DecoderLayer | HybridLayer, model: Decoder) -> bool:
-    if not isinstance(layer, DecoderLayer):
-        return False
-    attention, mlp = layer.attention, layer.mlp
-    nothing_behind = type(layer.behind_attention) is type(layer.behind_mlp) is UnchangedNorm
-    return (
-        _is_plain(layer.before_attention)
-        and _is_plain(layer.before_mlp)
-        and nothing_behind
-        and not layer.parallel
-        and layer.rotary is not None
-        and model.rotaries[layer.rotary].whole
-        and type(attention) is SelfAttention
-        and (attention.head_norm is None or type(attention.head_norm) is HeadNorm)
-        and type(mlp) is GatedMLP
-        and mlp.shape.activation == "silu"
-        and all(_panels(one) is not None for one in layer.linears)
-    )
-
-
-def _is_plain(norm: object) -> bool:
-    return type(norm) is RMSNorm and norm.weight.dtype == torch.float32
-
-
-def _inputs(layer: DecoderLayer | HybridLayer) -> list[int]:
-    return [weight.inputs for linear in layer.linears if (weight := _panels(linear)) is not None]
-
-
-def _panels(linear: object) -> CompiledWeight | None:
-    """Return a linear layer's weight if C multiplies by it.  Steps that need a feature's wrapping run elsewhere."""
-    packed = linear.packed if isinstance(linear, Linear) else None
-    plain = packed.plain if isinstance(packed, WrappedWeight) else packed
-    return plain if isinstance(plain, CompiledWeight) else None
-
-
-def _described(index: int, decoder: Decoder, pool: KVPool, window: int) -> Layer:
-    layer = decoder.layers[index]
-    attention, mlp, before_attention, before_mlp = layer.attention, layer.mlp, layer.before_attention, layer.before_mlp
-    assert isinstance(attention, SelfAttention)
-    assert isinstance(mlp, GatedMLP)
-    assert isinstance(before_attention, RMSNorm)
-    assert isinstance(before_mlp, RMSNorm)
-    assert layer.rotary is not None
-    rotary: Rotary = decoder.rotaries[layer.rotary]
-    heads = attention.head_norm
-    products = {"qkv": attention.qkv, "output": attention.output_linear, "gate_up": mlp.gate_up, "down": mlp.down}
-    return Layer(
-        before_attention_D=before_attention.weight.data_ptr(),
-        heads_RH=None if heads is None else heads.weight.data_ptr(),
-        before_mlp_D=before_mlp.weight.data_ptr(),
-        keys_SGH=pool.keys(index).data_ptr(),
-        values_SGH=pool.values(index).data_ptr(),
-        frequencies_R=rotary.frequencies_R.data_ptr(),
-        window=window,
-        attention_eps=before_attention.eps,
-        heads_eps=0.0 if heads is None else heads.eps,
-        mlp_eps=before_mlp.eps,
-        angle_scale=rotary.scale,
-        **{name: _weight(linear) for name, linear in products.items()},
-        **{f"{name}_bias": None if one.bias is None else one.bias.data_ptr() for name, one in products.items()},
-    )
-
-
-def _weight(linear: object) -> Weight:
-    panels = _panels(linear)
-    assert panels is not None
-    return panels.weight

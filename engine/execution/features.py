@@ -7,7 +7,7 @@ when it is built: a hook that no feature overrides costs nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class RankContext:
     place: equal on ranks that share memory, as in ``fair_share``.
     model, rows: the rank's own.  states: of recurrent layers, one slot for each row; None for a model without them.
     reload: loads another checkpoint of the same shape as the model was loaded; it calls no other rank.
-    given: facts that features need and the engine has found, msgpack by the feature's name."""
+    given: facts that features need and the engine has found, msgpack by the feature's name.
+    features: all of the rank, once they are built."""
 
     config: Config
     spec: ModelSpec
@@ -53,6 +54,7 @@ class RankContext:
     states: RecurrentStates | None
     reload: Callable[[ModelSpec], Model]
     given: Mapping[str, bytes]
+    features: list["RankFeature"] = field(default_factory=list)
 
 
 class RankFeature:
@@ -92,6 +94,10 @@ class RankFeature:
         """Return the model, or one in its place; also called with captures of the model."""
         return model
 
+    def models(self) -> Mapping[str, Model]:
+        """Return further models whose decode steps are captured next to those of the rank's own, by name."""
+        return {}
+
     def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
         """Return the object that runs whole decode steps, or one in its place."""
         return whole
@@ -115,6 +121,19 @@ class RankFeature:
 
         It is called on the event loop, and returns at once.  answer: sends messages to the scheduler, on any thread."""
         return False
+
+    def with_weights(self, spec: ModelSpec) -> Callable[[], None] | None:
+        """Read what goes with other weights of the model, next to the steps, also after ``without_weights``.
+
+        Return the function that puts it in place between two steps; None if nothing changes.  Raises WeightsError."""
+        return None
+
+    def without_weights(self) -> None:
+        """Free weights that the feature has: no step follows until there are others."""
+
+    def page_memory(self) -> Sequence[torch.Tensor]:
+        """Return memory whose content is lost with that of all pages, beside ``pools``."""
+        return ()
 
     def close(self) -> None:
         """Finish the work next to the steps, within limits; no step follows."""

@@ -11,7 +11,7 @@ Does not know: models, attention, which sizes there are.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,16 +29,20 @@ class GraphRecording:
     parts: graphs and eager bodies in order.
     result: the run's result.  Every replay of this recording, and of others of the pool, overwrites it.
     breaks: number of breaks of each kind.
+    branches: what may follow ``parts``, by name.
     """
 
     size: int
     parts: tuple[Callable[[], None], ...]
     result: Tensor
     breaks: Mapping[str, int]
+    branches: Mapping[str, Sequence[Callable[[], None]]] = field(default_factory=dict)
 
-    def replay(self) -> Tensor:
-        """Run all parts on the current content of the input buffers."""
+    def replay(self, branch: str = "") -> Tensor:
+        """Run all parts on the current content of the input buffers, then those of a branch, if there is one."""
         for part in self.parts:
+            part()
+        for part in self.branches.get(branch, ()):
             part()
         return self.result
 
@@ -59,6 +63,7 @@ class SegmentRecorder:
         self._named: _NamedBreaks | None = None
         self._parts: list[Callable[[], None]] | None = None
         self._breaks: Counter[str] = Counter()
+        self._branches: dict[str, list[Callable[[], None]]] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self.break_at(named)
 
@@ -84,13 +89,14 @@ class SegmentRecorder:
         After a failure nothing of the recording remains.
         """
         assert self._parts is None, "a run is being recorded already"
-        self._parts, self._breaks, self.size = [], Counter(), size
+        trunk: list[Callable[[], None]] = []
+        self._parts, self._breaks, self._branches, self.size = trunk, Counter(), {}, size
         try:
             self._begin_graph()
             # Weak inside the capture: the next, smaller size shares the memory of the result.
             result = self._device.weak(run())
             self._end_graph()
-            return GraphRecording(size, tuple(self._parts), result, self._breaks)
+            return GraphRecording(size, tuple(trunk), result, self._breaks, self._branches)
         except BaseException:
             if self._named is not None:
                 self._named.leave()
@@ -98,6 +104,17 @@ class SegmentRecorder:
             raise
         finally:
             self._parts = None
+
+    def branch(self, name: str, work: Callable[[], None]) -> None:
+        """Run ``work`` as a graph of its own, which a replay runs if it is given the name.
+
+        It may read what the run has made, which must be kept until the last branch has returned.  Nothing but branches
+        follows one."""
+        if self._parts is not None:
+            self._end_graph()
+            self._parts = self._branches[name] = []
+            self._begin_graph()
+        work()
 
     def run(self, kind: str, body: Callable[[], None]) -> None:
         """Run ``body`` eagerly, now and at every replay; outside a recording, just call it.

@@ -1,6 +1,8 @@
-"""Decode steps as one graph each: inputs, embedding, layers, logits, sampling and the write-back of the tokens.
+"""Decode steps as two graphs each: one up to the logits, and one that samples and writes the tokens back.
 
     step of n rows -> size B >= n, variant by the rows' sampling -> (one packed copy, if anything changed) -> replay
+
+All variants of a size share its first graph, which is by far the larger one.
 
 A step needs nothing from the host: rows' lengths are on the device and advance inside the graph, which reads each row's
 last token, pages and states where they are kept, and writes the new ones there.  The host sends only the scheduler's
@@ -12,7 +14,7 @@ Legend: M rows of the largest graph · B rows of a graph, padding included · N 
 Owns: static inputs, which graph serves a step, what is copied.  Does not know: how captures are done, the scheduler.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -68,12 +70,14 @@ class DecodeGraphs:
         recorder: SegmentRecorder,
         capturing: Capturing,
         sizes: Sequence[int],
+        others: Mapping[str, Model] | None = None,
     ) -> None:
         """Allocate static inputs.  attention: a backend for which ``can_capture`` is true.
 
-        states: of recurrent layers, with a slot for padding after those of all rows."""
+        states: of recurrent layers, with a slot for padding after those of all rows.
+        others: models beside ``model`` that a step may be launched with, by name."""
         self.sizes = tuple(sizes)
-        self._model = model
+        self.models = {"": model, **(others or {})}
         self._pool = pool
         self._rows = rows
         self._states = states
@@ -99,7 +103,7 @@ class DecodeGraphs:
         self._attention = DecodeAttention(attention, self._inputs, self.sizes)
         self._outgoing = PinnedRing(device, NUM_BUFFERS, self._packed.nbytes)
         self._incoming = PinnedReceiver(device, self._tokens_M.nbytes)
-        self._recordings: dict[tuple[int, SamplingVariant], GraphRecording] = {}
+        self._recordings: dict[tuple[int, str], GraphRecording] = {}
         self._sent: tuple[int, bytes] | None = None
         self._sent_columns = np.empty(0, dtype=np.uint8)
         self._decided: tuple[tuple[int, bytes], SamplingVariant] | None = None
@@ -140,7 +144,7 @@ class DecodeGraphs:
     def fits(self, num_rows: int) -> bool:
         """Return whether there is a graph for so many rows."""
         size = round_up(self.sizes, num_rows) if num_rows else None
-        return size is not None and (size, SamplingVariant.GREEDY) in self._recordings
+        return size is not None and (size, "") in self._recordings
 
     def variant_of(self, rows_N: Int64, positions_N: Int64) -> SamplingVariant:
         """Return how a step of these rows will be sampled.  positions_N: of the sampled tokens."""
@@ -152,16 +156,16 @@ class DecodeGraphs:
         self._decided = None if variant is SamplingVariant.LOGITS else (key, variant)
         return variant
 
-    def launch(self, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant) -> Decoded:
+    def launch(self, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant, model: str = "") -> Decoded:
         """Queue the step of the last ``tell``, for rows that ``fits``.
 
-        rows_N: its decode rows.  lengths_N: their lengths, the new token included."""
+        rows_N: its decode rows.  lengths_N: their lengths, the new token included.  model: name of another one."""
         num = len(rows_N)
         size = round_up(self.sizes, num)
         assert size is not None, f"{num} rows, captured up to {self.sizes[-1]}"
         self._recorder.num_tokens = num
         self._attention.plan(size, lengths_N)
-        result = self._recordings[size, variant].replay()
+        result = self._recordings[size, model].replay(variant)
         write_at_N = self._inputs.write_at_B[:num]
         if variant is SamplingVariant.LOGITS:
             return Decoded(None, None, result[:num], write_at_N)
@@ -218,19 +222,26 @@ class DecodeGraphs:
 
     def _warm_up(self, size: int) -> None:
         attention = self._attention.prepare(size)
-        self._recorder.num_tokens = size
-        for variant in SamplingVariant:
-            self._run(size, variant, attention)
+        for model in self.models.values():
+            self._run(model, size, attention)
 
     def _record(self, size: int) -> None:
         attention = self._attention.prepare(size)
-        self._recorder.num_tokens = size
-        for variant in SamplingVariant:
-            run = partial(self._run, size, variant, attention)
-            self._recordings[size, variant] = self._recorder.record(size, run)
+        for name, model in self.models.items():
+            self._recordings[size, name] = self._recorder.record(size, partial(self._run, model, size, attention))
 
-    def _run(self, size: int, variant: SamplingVariant, attention: AttentionBackend) -> Tensor:
-        """Run one step of the rows that the columns name; return the logits, or the tokens."""
+    def _run(self, model: Model, size: int, attention: AttentionBackend) -> Tensor:
+        """Run one step of the rows that the columns name, and sample it in each way.  Return the logits."""
+        self._recorder.num_tokens = size
+        inputs = self._fill(size)
+        logits_BV = self._logits(model, size, inputs, attention)
+        for variant in SamplingVariant:
+            if variant is not SamplingVariant.LOGITS:
+                self._recorder.branch(variant, partial(self._sample, variant, inputs, logits_BV))
+        return logits_BV
+
+    def _fill(self, size: int) -> DecodeInputs:
+        """Write the inputs of the step where they are kept, and return them."""
         rows, static = self._rows, self._inputs
         inputs = DecodeInputs(
             token_ids_B=static.token_ids_B[:size],
@@ -250,6 +261,9 @@ class DecodeGraphs:
             inputs,
             self._pool.page_stride,
         )
+        return inputs
+
+    def _logits(self, model: Model, size: int, inputs: DecodeInputs, attention: AttentionBackend) -> Tensor:
         if isinstance(attention, BeginningAttention):
             attention.begin_step()
         states = None
@@ -264,13 +278,13 @@ class DecodeGraphs:
             pool=self._pool,
             states=states,
         )
-        logits_BV = self._model.logits(self._model.hidden(step))
-        if variant is SamplingVariant.LOGITS:
-            return logits_BV
+        return model.logits(model.hidden(step))
+
+    def _sample(self, variant: SamplingVariant, inputs: DecodeInputs, logits_BV: Tensor) -> None:
+        """Pick a token of each row, and write it where the next step and the host read it."""
         token_ids_B = self._sampler.pick(variant, logits_BV, inputs.positions_B + 1)
-        self._input_ops.write(inputs.write_at_B, token_ids_B, rows.tokens_RM)
-        self._tokens_M[:size].copy_(token_ids_B)
-        return self._tokens_M[:size]
+        self._input_ops.write(inputs.write_at_B, token_ids_B, self._rows.tokens_RM)
+        self._tokens_M[: len(token_ids_B)].copy_(token_ids_B)
 
 
 def _appends_of(packed: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

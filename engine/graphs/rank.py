@@ -5,8 +5,8 @@ Does not know: how captures are done.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,7 +42,9 @@ COMPILED = "compiled"
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The objects that run a rank's steps.  states: of recurrent layers; None for a model without them."""
+    """The objects that run a rank's steps.  states: of recurrent layers; None for a model without them.
+
+    others: further models whose decode steps are captured, by name."""
 
     model: Model
     pool: KVPool
@@ -50,6 +52,7 @@ class StepParts:
     rows: DeviceRows
     sampler: Sampler
     states: RecurrentStates | None = None
+    others: Mapping[str, Model] = field(default_factory=dict)
 
 
 class RankGraphs:
@@ -182,6 +185,7 @@ class RankGraphs:
             return None  # a model that generates nothing never decodes
         return DecodeGraphs(
             model=parts.model,
+            others=parts.others,
             pool=parts.pool,
             attention=parts.attention,
             rows=parts.rows,

@@ -44,30 +44,32 @@ void turn(const int64_t *positions_T, const float *frequencies_R, float *angles_
         }
 }
 
-/* weight_RH: of each query and key head; NULL if heads are not normalised.  angles_TH: cosines, then sines.
+/* weight_RH: of each query and key head; NULL if heads are not normalised.  angles_TP: cosines, then sines.
+   pairs: of the first numbers of a head that are turned, half of H at most; 0 for none.
    S: slots of the pool.  Returns the first token whose slot does not exist, before anything is written, or -1. */
-int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float *angles_TH,
+int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float *angles_TP,
                          const int64_t *slots_T, float *q_TQH, float *keys_SGH, float *values_SGH, int64_t T,
-                         int64_t Q, int64_t G, int64_t H, int64_t S, float eps, int64_t threads) {
+                         int64_t Q, int64_t G, int64_t H, int64_t pairs, int64_t S, float eps, int64_t threads) {
     for (int64_t t = 0; t < T; t++)
         if (slots_T[t] >= S) return t;
-    int64_t half = H / 2, rotated = Q + G;
+    int64_t rotated = Q + G;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && T * rotated * H > WORTH_THREADS)
     for (int64_t t = 0; t < T; t++) {
-        const float *heads = qkv_TAH + t * (rotated + G) * H, *restrict cosine = angles_TH + t * H,
-                    *restrict sine = cosine + half;
+        const float *heads = qkv_TAH + t * (rotated + G) * H, *restrict cosine = angles_TP + t * 2 * pairs,
+                    *restrict sine = cosine + pairs;
         float *key = keys_SGH + slots_T[t] * G * H;
         for (int64_t r = 0; r < rotated; r++) {
             if (r >= Q && slots_T[t] < 0) break;
             const float *restrict x = heads + r * H, *restrict weight = weight_RH + r * H;
             float *restrict out = r < Q ? q_TQH + (t * Q + r) * H : key + (r - Q) * H;
             float scale = weight_RH ? scale_of(x, H, eps) : 1;
-            for (int64_t i = 0; i < half; i++) {
-                float left = x[i] * scale, right = x[i + half] * scale;
-                if (weight_RH) left *= weight[i], right *= weight[i + half];
+            for (int64_t i = 0; i < pairs; i++) {
+                float left = x[i] * scale, right = x[i + pairs] * scale;
+                if (weight_RH) left *= weight[i], right *= weight[i + pairs];
                 out[i] = left * cosine[i] - right * sine[i];
-                out[i + half] = right * cosine[i] + left * sine[i];
+                out[i + pairs] = right * cosine[i] + left * sine[i];
             }
+            for (int64_t i = 2 * pairs; i < H; i++) out[i] = weight_RH ? x[i] * scale * weight[i] : x[i];
         }
         if (slots_T[t] >= 0)
             memcpy(values_SGH + slots_T[t] * G * H, heads + rotated * H, sizeof(float) * G * H);

@@ -17,9 +17,9 @@ void add_norm(float *x_TD, const float *update_TD, const float *weight_D, float 
               float eps, int64_t threads);
 void turn(const int64_t *positions_T, const float *frequencies_R, float *angles_TH, int64_t T, int64_t R, float scale,
           int64_t threads);
-int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float *angles_TH, const int64_t *slots_T,
+int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float *angles_TP, const int64_t *slots_T,
                          float *q_TQH, float *keys_SGH, float *values_SGH, int64_t T, int64_t Q, int64_t G, int64_t H,
-                         int64_t S, float eps, int64_t threads);
+                         int64_t pairs, int64_t S, float eps, int64_t threads);
 void gate(const float *gate_up_T2I, float *out_TI, int64_t T, int64_t I, int64_t threads);
 
 /* attention.c.  A step, for all of its layers.

@@ -22,12 +22,14 @@ from engine.layers.recurrences import Recurrences
 class CPUKernels:
     """The ``LayerKernels`` of a CPU.  All tensors are float32 and contiguous; a row's bits depend on no other row."""
 
+    on_cpu = True
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self.recurrences: Recurrences | None = CompiledRecurrences(library)
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._add_norm, self._rotate_and_store = library.add_norm, library.rotate_and_store
         self._add_norm.argtypes = [pointer] * 4 + [size] * 2 + [ctypes.c_float, size]
-        self._rotate_and_store.argtypes = [pointer] * 7 + [size] * 5 + [ctypes.c_float, size]
+        self._rotate_and_store.argtypes = [pointer] * 7 + [size] * 6 + [ctypes.c_float, size]
         self._add_norm.restype, self._rotate_and_store.restype = None, size
         self._turn = library.turn
         self._turn.argtypes, self._turn.restype = [pointer] * 3 + [size] * 2 + [ctypes.c_float, size], None
@@ -70,6 +72,7 @@ class CPUKernels:
         limit: float = 0.0,
     ) -> Tensor:
         """Return normed, rotated queries and store keys and values.  limit: 0, since pages keep float32.
+        A table that is narrower than a head turns the head's first numbers alone.
         Raises IndexError for a slot that the pool does not have."""
         num_tokens, num_heads, head_size = qkv_TAH.shape
         num_keys = keys_SGH.shape[1]
@@ -81,7 +84,8 @@ class CPUKernels:
         wrong = self._rotate_and_store(
             qkv_TAH.data_ptr(), None if weight_QGH is None else weight_QGH.data_ptr(), angles_TH.data_ptr(),
             slots_T.data_ptr(), q_TQH.data_ptr(), keys_SGH.data_ptr(), values_SGH.data_ptr(),
-            num_tokens, num_queries, num_keys, head_size, len(keys_SGH), eps, torch.get_num_threads(),
+            num_tokens, num_queries, num_keys, head_size, angles_TH.shape[1] // 2, len(keys_SGH), eps,
+            torch.get_num_threads(),
         )  # fmt: skip
         if wrong >= 0:
             raise IndexError(f"slot {int(slots_T[wrong])} of token {wrong} is not among the pool's {len(keys_SGH)}")

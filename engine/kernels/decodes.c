@@ -4,7 +4,9 @@
 
    Legend: B decode rows, D model dim, A query, key and value heads, R query and key heads or rotated pairs of a head,
    Q query heads, G key/value heads, H head size, P pages of the longest row, J items of attention, I intermediate
-   features, V vocabulary, S slots of the pool, N rows of the engine, M tokens and W pages that a row has room for. */
+   features, V vocabulary, S slots of the pool, N rows of the engine, M tokens and W pages that a row has room for.
+   Of a recurrent part: C channels and K taps of its convolution or K size of a key, U size of a value, O outputs of
+   its first product, F inputs of its last one. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -12,19 +14,35 @@
 
 #include "cpu.h"
 
-/* heads_RH: norm weights of each query and key head; NULL for none.  Biases may be NULL, too. */
+enum { CONVOLUTION, DELTA, SSD };
+
+/* A recurrent part, between the products of its layer.  Pointers are as in ``cpu.h``, for all rows of the engine: a
+   row's slot has its number.  most: also the least step size of Mamba 2.  norm_step: numbers of ``norm`` for a group of
+   ``of_group``. */
+typedef struct {
+    const float *taps_KC, *bias_C, *decay_H, *bias_H, *skip_H, *norm;
+    float *windows_NKC, *matrices_NHKU;
+    int64_t kind, C, taps, G, H, K, U, slot_step, of_group, norm_step, gated_first;
+    float most, eps;
+} Recurrent;
+
+/* inner, outer: the products before and behind attention, or a recurrent part, which is NULL for attention.  heads_RH:
+   norm weights of each query and key head; NULL for none.  Biases may be NULL, too.  attention_gate: its O is 0 for none.
+   frequencies_R: NULL for a layer without positions.  Scales are factors of what the residual stream gets. */
 typedef struct {
     const float *before_attention_D, *heads_RH, *before_mlp_D;
-    Weight qkv, output, gate_up, down;
-    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
+    Weight inner, outer, gate_up, down, attention_gate;
+    const float *inner_bias, *outer_bias, *gate_up_bias, *down_bias, *gate_bias;
+    const Recurrent *recurrent;
     float *keys_SGH, *values_SGH;
     const float *frequencies_R;
-    int64_t window;
-    float attention_eps, heads_eps, mlp_eps, angle_scale;
+    int64_t window, pairs;
+    float attention_eps, heads_eps, mlp_eps, angle_scale, mixed_scale, mlp_scale;
 } Layer;
 
 /* embedding_VD: NULL if the rows of ``table`` are the embedding.  tokens_NM, pages_NW: of all rows, kept between steps.  attention: the fields that are the same in every step.
-   widest: window of the layer that sees most, 0 for all. */
+   widest: window of the layer that sees most, 0 for all.  most_*: of all layers, of a row: numbers between the two
+   products of a first half, of its first product, of channels, and of heads with a value. */
 typedef struct {
     const Layer *layers;
     const float *embedding_VD, *norm_D;
@@ -32,17 +50,19 @@ typedef struct {
     const Attention *attention;
     int32_t *tokens_NM;
     const int32_t *pages_NW;
-    int64_t num_layers, V, D, I, S, N, M, W, widest;
-    float embedding_scale, norm_eps;
+    int64_t num_layers, V, D, I, S, N, M, W, widest, most_mixed, most_inner, most_channels, most_heads;
+    float embedding_scale, norm_eps, logit_scale;
 } Decoder;
 
 enum { DONE, NO_MEMORY, WRONG_TOKEN, WRONG_ROW };
 
-/* Memory of a step, one block.  pages_BP, items_J2: as in ``Attention``.  gate_up_B2I: merged. */
+/* Memory of a step, one block.  pages_BP, items_J2: as in ``Attention``.  gate_up_B2I: merged.  inner_BO: of the first
+   product, mixed_BF: what the last one reads.  fresh_B: rows that have no token before the step's. */
 typedef struct {
     int64_t *positions_B, *slots_B;
-    int32_t *starts_B1, *pages_BP, *items_J2;
-    float *x_BD, *normed_BD, *update_BD, *qkv_BAH, *q_BQH, *attended_BQH, *angles_BH, *gate_up_B2I, *gated_BI;
+    int32_t *starts_B1, *pages_BP, *items_J2, *fresh_B;
+    float *x_BD, *normed_BD, *update_BD, *inner_BO, *q_BQH, *mixed_BF, *angles_BH, *gate_up_B2I, *gated_BI;
+    float *channels_BC, *gates_BH2;
 } Memory;
 
 static int64_t multiply(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO,
@@ -50,20 +70,73 @@ static int64_t multiply(const Weight *weight, const float *x_TI, int64_t x_step,
     return weight->product(weight, x_TI, x_step, bias_O, y_TO, T, threads);
 }
 
-/* Computes one layer, from normed_BD to update_BD, and adds the attention's update to x_BD on the way. */
-static int64_t run(const Decoder *is, const Layer *layer, const Attention *rows, const Memory *in, int64_t threads,
-                   int64_t *wrong) {
-    int64_t B = rows->B, D = is->D, I = is->I, Q = rows->Q, G = rows->G, H = rows->H;
-    if (multiply(&layer->qkv, in->normed_BD, D, layer->qkv_bias, in->qkv_BAH, B, threads)) return NO_MEMORY;
-    *wrong = rotate_and_store(in->qkv_BAH, layer->heads_RH, in->angles_BH, in->slots_B, in->q_BQH, layer->keys_SGH,
-                              layer->values_SGH, B, Q, G, H, is->S, layer->heads_eps, threads);
-    if (*wrong >= 0) return WRONG_ROW;
-    attend(rows, in->q_BQH, layer->keys_SGH, layer->values_SGH, in->attended_BQH, layer->window);
-    if (multiply(&layer->output, in->attended_BQH, Q * H, layer->output_bias, in->update_BD, B, threads)) return NO_MEMORY;
+static void scale(float *x, int64_t count, float factor) {
+    for (int64_t i = 0; i < count && factor != 1; i++) x[i] *= factor;
+}
+
+/* Attends: from inner_BO to mixed_BF.  Returns the first row whose slot does not exist, or -1. */
+static int64_t attend_rows(const Decoder *is, const Layer *layer, const Attention *rows, const Memory *in,
+                           int64_t threads) {
+    int64_t B = rows->B, Q = rows->Q, G = rows->G, H = rows->H;
+    int64_t wrong = rotate_and_store(in->inner_BO, layer->heads_RH, in->angles_BH, in->slots_B, in->q_BQH,
+                                     layer->keys_SGH, layer->values_SGH, B, Q, G, H, layer->pairs, is->S,
+                                     layer->heads_eps, threads);
+    if (wrong < 0) attend(rows, in->q_BQH, layer->keys_SGH, layer->values_SGH, in->mixed_BF, layer->window);
+    return wrong;
+}
+
+/* Advances the states of the rows by a token: from inner_BO to mixed_BF.  rows_B: also their slots. */
+static void advance_rows(const Layer *layer, const int64_t *rows_B, int64_t B, const Memory *in, int64_t threads) {
+    const Recurrent *is = layer->recurrent;
+    const float *x = in->inner_BO;
+    int64_t O = layer->inner.O, F = layer->outer.I, C = is->C;
+    Rows rows = {rows_B, in->starts_B1, in->fresh_B, B, threads};
+    if (is->kind == CONVOLUTION) {
+        float *channels = in->channels_BC;
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t c = 0; c < C; c++) channels[b * C + c] = x[b * O + c] * x[b * O + 2 * C + c];
+        convolve(&rows, channels, C, is->taps_KC, is->bias_C, is->windows_NKC, is->slot_step, in->mixed_BF, C,
+                 is->taps, 0);
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t c = 0; c < C; c++) in->mixed_BF[b * C + c] *= x[b * O + C + c];
+        return;
+    }
+    int is_delta = is->kind == DELTA;
+    const float *z = is_delta ? x + C : x, *sizes = x + C + F;
+    convolve(&rows, is_delta ? x : x + F, O, is->taps_KC, is->bias_C, is->windows_NKC, is->slot_step, in->channels_BC, C,
+             is->taps, 1);
+    if (is_delta)
+        delta(&rows, in->channels_BC, sizes + is->H, O, sizes, O, is->decay_H, is->bias_H, is->most, in->gates_BH2, NULL,
+              is->matrices_NHKU, is->slot_step, in->mixed_BF, is->G, is->H, is->K, is->U);
+    else
+        ssd(&rows, in->channels_BC, sizes, O, is->decay_H, is->bias_H, is->skip_H, is->most, in->gates_BH2,
+            is->matrices_NHKU, is->slot_step, in->mixed_BF, is->G, is->H, is->K, is->U);
+    gate_norm(in->mixed_BF, z, O, is->norm, is->norm_step, in->mixed_BF, B, F, is->of_group, is->eps, is->gated_first, 0,
+              threads);
+}
+
+/* Computes one layer, from normed_BD to update_BD, and adds the update of its first half to x_BD on the way. */
+static int64_t run(const Decoder *is, const Layer *layer, const Attention *rows, const int64_t *rows_B,
+                   const Memory *in, int64_t threads, int64_t *wrong) {
+    int64_t B = rows->B, D = is->D, I = layer->down.I, F = layer->outer.I;
+    if (multiply(&layer->inner, in->normed_BD, D, layer->inner_bias, in->inner_BO, B, threads)) return NO_MEMORY;
+    if (layer->recurrent)
+        advance_rows(layer, rows_B, B, in, threads);
+    else if ((*wrong = attend_rows(is, layer, rows, in, threads)) >= 0)
+        return WRONG_ROW;
+    if (layer->attention_gate.O) {
+        if (multiply(&layer->attention_gate, in->normed_BD, D, layer->gate_bias, in->inner_BO, B, threads))
+            return NO_MEMORY;
+        gate_norm(in->mixed_BF, in->inner_BO, F, NULL, 0, in->mixed_BF, B, F, F, 0, 0, 1, threads);
+    }
+    if (multiply(&layer->outer, in->mixed_BF, F, layer->outer_bias, in->update_BD, B, threads)) return NO_MEMORY;
+    scale(in->update_BD, B * D, layer->mixed_scale);
     add_norm(in->x_BD, in->update_BD, layer->before_mlp_D, in->normed_BD, B, D, layer->mlp_eps, threads);
     if (multiply(&layer->gate_up, in->normed_BD, D, layer->gate_up_bias, in->gate_up_B2I, B, threads)) return NO_MEMORY;
     gate(in->gate_up_B2I, in->gated_BI, B, I, threads);
-    return multiply(&layer->down, in->gated_BI, I, layer->down_bias, in->update_BD, B, threads) ? NO_MEMORY : DONE;
+    if (multiply(&layer->down, in->gated_BI, I, layer->down_bias, in->update_BD, B, threads)) return NO_MEMORY;
+    scale(in->update_BD, B * D, layer->mlp_scale);
+    return DONE;
 }
 
 /* The next part of a block: 4-byte numbers per row of the step.  8-byte numbers come first and count as two. */
@@ -77,12 +150,15 @@ static int64_t cut(uintptr_t block, const Decoder *is, const Attention *rows, Me
     in->starts_B1 = PART(2); /* B + 1 numbers fit if there is at least one row */
     in->pages_BP = PART(rows->P);
     in->items_J2 = PART(2 * Q);
+    in->fresh_B = PART(1);
     in->x_BD = PART(D);
     in->normed_BD = PART(D);
     in->update_BD = PART(D);
-    in->qkv_BAH = PART((Q + 2 * rows->G) * H);
+    in->inner_BO = PART(is->most_inner);
     in->q_BQH = PART(Q * H);
-    in->attended_BQH = PART(Q * H);
+    in->mixed_BF = PART(is->most_mixed);
+    in->channels_BC = PART(is->most_channels);
+    in->gates_BH2 = PART(2 * is->most_heads);
     in->angles_BH = PART(H);
     in->gate_up_B2I = PART(2 * is->I);
     in->gated_BI = PART(is->I);
@@ -104,6 +180,7 @@ static int64_t begin(const Decoder *is, Attention *rows, const int64_t *rows_B, 
         in->positions_B[b] = position;
         in->slots_B[b] = pages[position / rows->page_size] * rows->page_stride + position % rows->page_size;
         in->starts_B1[b] = b;
+        in->fresh_B[b] = length == 1;
         float *x_D = in->x_BD + b * is->D;
         if (is->embedding_VD)
             memcpy(x_D, is->embedding_VD + token * is->D, sizeof(float) * is->D);
@@ -134,16 +211,19 @@ int64_t decode(const Decoder *is, const int64_t *rows_B, const int32_t *lengths_
     rows.pages_BP = in.pages_BP;
     rows.query_starts_B1 = in.starts_B1;
     int64_t failed = begin(is, &rows, rows_B, &in, threads, wrong);
+    const float *turned = NULL;
     for (const Layer *layer = is->layers; layer < is->layers + is->num_layers && !failed; layer++) {
-        int is_first = layer == is->layers;
-        if (is_first || layer->frequencies_R != layer[-1].frequencies_R)
-            turn(in.positions_B, layer->frequencies_R, in.angles_BH, B, rows.H / 2, layer->angle_scale, threads);
-        const float *update = is_first ? NULL : in.update_BD;
+        if (layer->frequencies_R && layer->frequencies_R != turned) {
+            turned = layer->frequencies_R;
+            turn(in.positions_B, turned, in.angles_BH, B, layer->pairs, layer->angle_scale, threads);
+        }
+        const float *update = layer == is->layers ? NULL : in.update_BD;
         add_norm(in.x_BD, update, layer->before_attention_D, in.normed_BD, B, is->D, layer->attention_eps, threads);
-        failed = run(is, layer, &rows, &in, threads, wrong);
+        failed = run(is, layer, &rows, rows_B, &in, threads, wrong);
     }
     if (!failed) {
         add_norm(in.x_BD, in.update_BD, is->norm_D, in.normed_BD, B, is->D, is->norm_eps, threads);
+        scale(in.normed_BD, B * is->D, is->logit_scale);
         failed = multiply(&is->head, in.normed_BD, is->D, NULL, logits_BV, B, threads) ? NO_MEMORY : DONE;
     }
     if (!failed && token_ids_B) {

@@ -27,7 +27,9 @@ from engine.kernels.products import multiply
 from engine.layers.four_bits import FourBits
 
 CLAMPED: Final = 3  # in addition to the kinds of ``activation.py``: alternating gates and ups (``clamped_swish``)
-PAIRS_AT_ONCE = 1024
+PAIRS_AT_ONCE: Final = 1024
+MANY_PAIRS_AT_ONCE: Final = 4096  # where each of few rounds takes longer, in a quarter of the rounds
+TILES_AT_ONCE: Final = 8  # whose programs are neighbours: they share weights, and their columns share inputs
 TILE_BYTES = 128  # of a row of a tile's inputs, a cache line
 
 
@@ -85,8 +87,9 @@ def mix_experts(
     num_pairs, device = num_tokens * num_chosen, x_TD.device
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
+    at_once = PAIRS_AT_ONCE if num_pairs <= 2 * MANY_PAIRS_AT_ONCE else MANY_PAIRS_AT_ONCE
     place_pairs[(num_experts,)](
-        experts_TK, order_P, counts_E, num_pairs, first_expert or 0, BLOCK_P=PAIRS_AT_ONCE, num_warps=4
+        experts_TK, order_P, counts_E, num_pairs, first_expert or 0, BLOCK_P=at_once, num_warps=at_once // 256
     )
     sizes = FOUR_BIT_TILES if packed else TILES
     tiles = next(one for one in sizes if num_pairs <= one.most_pairs * num_experts)
@@ -94,18 +97,19 @@ def mix_experts(
     shared = {
         "NUM_CHOSEN": num_chosen, "NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts),
         "BLOCK_M": tiles.pairs, "BLOCK_C": TILE_BYTES // x_TD.element_size(), "UNROLLED": tiles.unrolled,
+        "AT_ONCE": TILES_AT_ONCE,
         "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
     }  # fmt: skip
     gated_PI = torch.empty((num_pairs, inner), dtype=x_TD.dtype, device=device)
-    gate_pairs[(num_tiles, triton.cdiv(inner, tiles.gate_columns))](
-        x_TD, order_P, counts_E, gate_up, gate_up_scales, gate_up_bias_EO, gated_PI, limit, slope,
+    gate_pairs[(num_tiles * triton.cdiv(inner, tiles.gate_columns),)](
+        x_TD, order_P, counts_E, gate_up, gate_up_scales, gate_up_bias_EO, gated_PI, num_tiles, limit, slope,
         INNER=width, WIDTH=inner, KIND=CLAMPED if kind == "clamped_swish" else KINDS[kind],
         BIASED=gate_up_bias_EO is not None, PACKED=packed, BLOCK_N=tiles.gate_columns, **shared,
     )  # fmt: skip
     new = torch.empty if first_expert is None else torch.zeros  # no program writes results of experts of other ranks
     results_PD = new((num_pairs, width), dtype=x_TD.dtype, device=device)
-    down_pairs[(num_tiles, triton.cdiv(width, tiles.down_columns))](
-        gated_PI, order_P, counts_E, down, down_scales, down_bias_ED, weights_TK, results_PD,
+    down_pairs[(num_tiles * triton.cdiv(width, tiles.down_columns),)](
+        gated_PI, order_P, counts_E, down, down_scales, down_bias_ED, weights_TK, results_PD, num_tiles,
         INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, PACKED=packed, BLOCK_N=tiles.down_columns, **shared,
     )  # fmt: skip
     return results_PD.view(num_tokens, num_chosen, width).sum(1)
@@ -188,20 +192,35 @@ def multiply_group(
 
 
 @triton.jit
+def near_tile(num_tiles, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Return (tile, block of columns) of this program.
+
+    A GPU begins programs in the order of their numbers.  All columns of AT_ONCE tiles come before the next tiles, so
+    that the tiles' inputs and, as tiles of an expert follow each other, its weights are read from memory about once."""
+    columns = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    group = tl.program_id(0) // (AT_ONCE * columns)
+    place = tl.program_id(0) % (AT_ONCE * columns)
+    size = tl.minimum(num_tiles - group * AT_ONCE, AT_ONCE)
+    return group * AT_ONCE + place % size, place // size
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
 def gate_pairs(
-    x, order, counts, gate_up, scales, bias, out, limit, slope,
+    x, order, counts, gate_up, scales, bias, out, num_tiles, limit, slope,
     INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of activation(gate(x)) * up(x) for a tile's pairs, in order; program (tile, columns)."""
-    expert, first, stop = find_tile(counts, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    """Compute some columns of activation(gate(x)) * up(x) for a tile's pairs, in order."""
+    tile, columns = near_tile(num_tiles, WIDTH, BLOCK_N, AT_ONCE)
+    expert, first, stop = find_tile(counts, tile, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if first >= stop:
         return
     place_M = first + tl.arange(0, BLOCK_M)
     live_M = place_M < stop
     token_M = (tl.load(order + place_M, mask=live_M, other=0) // NUM_CHOSEN).to(tl.int64)
-    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_N = columns * BLOCK_N + tl.arange(0, BLOCK_N)
     live_N = n_N < WIDTH
     if KIND == 3:
         gate_N = 2 * n_N
@@ -211,7 +230,7 @@ def gate_pairs(
         up_N = WIDTH + n_N
     row = expert.to(tl.int64) * (2 * WIDTH)
     if PACKED:  # gates and ups in turns
-        r_R = tl.program_id(1) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+        r_R = columns * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
         both_RM = multiply_codes(
             gate_up + row * (32 * ((INNER + 63) // 64)), scales + row * (2 * ((INNER + 63) // 64)),
             r_R, r_R < 2 * WIDTH, x, token_M * INNER, live_M, tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32),
@@ -243,21 +262,22 @@ def gate_pairs(
     tl.store(out_MN, (gate_MN * up_MN).to(out.dtype.element_ty), mask=live_M[:, None] & live_N[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def down_pairs(
-    gated, order, counts, down, scales, bias, weights, out,
+    gated, order, counts, down, scales, bias, weights, out, num_tiles,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr, NUM_CHOSEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of weight * down(...) for a tile's pairs, to the pairs' places; program (tile, columns)."""
-    expert, first, stop = find_tile(counts, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    """Compute some columns of weight * down(...) for a tile's pairs, to the pairs' places."""
+    tile, columns = near_tile(num_tiles, WIDTH, BLOCK_N, AT_ONCE)
+    expert, first, stop = find_tile(counts, tile, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if first >= stop:
         return
     place_M = first + tl.arange(0, BLOCK_M)
     live_M = place_M < stop
     pair_M = tl.load(order + place_M, mask=live_M, other=0).to(tl.int64)
-    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_N = columns * BLOCK_N + tl.arange(0, BLOCK_N)
     live_N = n_N < WIDTH
     row = expert.to(tl.int64) * WIDTH
     if PACKED:

@@ -15,6 +15,7 @@ SILU_OF_ONE = 0.731059
 class FusedKernels:
     """Kernels for tensors of one device; each is one launch where torch needs several."""
 
+    on_cpu = False
     add_norm = staticmethod(norm.add_norm)
     angle_table = staticmethod(rotary.angle_table)
     rotate_and_store = staticmethod(heads.rotate_and_store)

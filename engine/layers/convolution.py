@@ -24,7 +24,8 @@ from engine.layers.weights import WeightSlice, cut, joined, parameter, part_slic
 class CausalConvolution:
     """The convolution y[t] = sum over k of w[k] x[t - K + 1 + k], with a bias or without, for each channel.
 
-    Its state is [K - 1, C], the last inputs of a row.  rows: the channels over all ranks."""
+    Its state is [K - 1, C], the last inputs of a row.  rows: the channels over all ranks.
+    weight_KC: as kernels read it."""
 
     def __init__(
         self, rows: Sequence[MatrixRows], taps: int, bias: bool, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -33,17 +34,17 @@ class CausalConvolution:
         channels = sum(length for *_, length in self._parts)
         self.weight_CK = parameter(channels, taps, device=device, dtype=dtype)
         self.bias_C = parameter(channels, device=device, dtype=dtype) if bias else None
-        self._weight_KC: Tensor = self.weight_CK.t()
+        self.weight_KC: Tensor = self.weight_CK.t()
 
     def __call__(
         self, x_TC: Tensor, windows_SKC: Tensor, step: StatesOfStep, recurrences: Recurrences, silu: bool = False
     ) -> Tensor:
         """Return y_TC, float32, and keep each row's last inputs.  silu: whether to return silu(y)."""
-        return recurrences.convolve(x_TC, self._weight_KC, self.bias_C, windows_SKC, step, silu)
+        return recurrences.convolve(x_TC, self.weight_KC, self.bias_C, windows_SKC, step, silu)
 
     def pack(self) -> None:
         """Lay the weight out by taps; called once, after loading."""
-        self._weight_KC = self.weight_CK.t().float().contiguous()
+        self.weight_KC = self.weight_CK.t().float().contiguous()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint, which has the weight as [C, 1, K]."""

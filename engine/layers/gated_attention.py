@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.checkpoints.shape import GatedAttentionShape
 from engine.layers.comm import Comm
+from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, Linear
 from engine.layers.mlp import activated, activated_by_rows
 from engine.layers.self_attention import SelfAttention
@@ -32,8 +33,11 @@ class GatedAttention(SelfAttention):
         """Layers that the linear kernel computes (``Attention``)."""
         return self.qkv, self.gate, self.output_linear
 
-    def gated(self, attended_TQH: Tensor, normed_TD: Tensor) -> Tensor:
+    def gated(self, attended_TQH: Tensor, normed_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         """Return the backend's result times the gate of the part's input."""
+        if kernels is not None and kernels.on_cpu and kernels.recurrences is not None:
+            attended_TI, gate_TI = attended_TQH.flatten(1).contiguous(), self.gate(normed_TD)
+            return kernels.recurrences.gate(attended_TI, gate_TI, None, 1, 0.0, False, "sigmoid").view_as(attended_TQH)
         return attended_TQH * self._activate(self.gate(normed_TD), "sigmoid").view_as(attended_TQH)
 
     def by_rows(self) -> None:

@@ -40,7 +40,7 @@ class Rotary:
 
         With kernels that can rotate like this, return one tensor, the input of ``rotate_and_store``.
         """
-        if kernels is not None and self.whole:
+        if kernels is not None and self.fits(kernels):
             return (kernels.angle_table(positions_T, self.frequencies_R, self.scale),)
         angles_TR = positions_T[:, None] * self.frequencies_R
         cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
@@ -52,6 +52,10 @@ class Rotary:
         else:
             cos_TH, sin_TH = (torch.cat(pair, -1) for pair in sides)
         return cos_TH.to(self.dtype)[:, None], sin_TH.to(self.dtype)[:, None]
+
+    def fits(self, kernels: LayerKernels) -> bool:
+        """Return whether the kernels rotate like this."""
+        return self.whole or (kernels.on_cpu and not self.interleaved)
 
     def rotate(self, x_TAH: Tensor, angles: tuple[Tensor, ...]) -> Tensor:
         """Return x with its heads, or their rotated part, turned."""

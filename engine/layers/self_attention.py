@@ -85,8 +85,8 @@ class SelfAttention:
         if isinstance(norm, WideHeadNorm):
             heads[:, : self.num_rotated] = norm(heads[:, : self.num_rotated])
             norm = None
-        if kernels is not None and rotary is not None and rotary.whole and not step.pool.format.scaled:
-            (table_TH,) = angles
+        if kernels is not None and self._in_kernels(rotary, kernels) and not step.pool.format.scaled:
+            (table_TH,) = angles or (normed_TD.new_empty((len(normed_TD), 0)),)
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             keys, values = step.pool.keys(index), step.pool.values(index)
             limit = step.pool.format.limit
@@ -98,6 +98,9 @@ class SelfAttention:
             qk_TAH = rotary.rotate(qk_TAH, angles)
         step.pool.store(index, qk_TAH[:, self.num_queries :], v_TGH, step.slots_T)
         return qk_TAH[:, : self.num_queries]
+
+    def _in_kernels(self, rotary: Rotary | None, kernels: LayerKernels) -> bool:
+        return kernels.on_cpu if rotary is None else rotary.fits(kernels)
 
     def output(self, attended_TQH: Tensor) -> Tensor:
         """Project the backend's result (``Attention.output``)."""

@@ -94,7 +94,7 @@ class HybridLayer(LayerWeights):
             q_TQH = self.attention.project(self._index, normed_TD, rotary, angles, step, kernels)
             attended_TQH = step.attention.attend(self._index, q_TQH)
             if isinstance(self.attention, GatedAttention):
-                attended_TQH = self.attention.gated(attended_TQH, normed_TD)
+                attended_TQH = self.attention.gated(attended_TQH, normed_TD, kernels)
             halves.append(attended_TQH.flatten(1))
         if self.recurrent is not None:
             assert step.states is not None, "a step of a model with recurrent layers has states"

@@ -158,11 +158,13 @@ class KVStoreContext:
 class TransferContext:
     """The arguments of a carrier of KV pages.
 
-    receive: called with a message and the bytes after it.  most_bytes: of both.  rank: of the executor."""
+    receive: called with a message and the bytes after it.  most_bytes: of both.  rank: of the executor.
+    group_bytes: of the largest group of pages that is sent; a carrier that never has room for it refuses to start."""
 
     receive: Callable[[bytes, bytes], None]
     most_bytes: int
     rank: int = 0
+    group_bytes: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
 

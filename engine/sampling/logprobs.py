@@ -107,15 +107,19 @@ def batch_logprobs(
     named: Named | None = None,
 ) -> BatchLogprobs:
     """Compute the log probabilities of rows ``at``.  The numbers of a failed row (token -1) have no meaning."""
-    at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
-    asked_LV, vocab_size = logits_NV.index_select(0, at_L).to(torch.float32), logits_NV.shape[1]
+    vocab_size = logits_NV.shape[1]
+    if len(at) < len(logits_NV):
+        at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
+        logits_NV, token_ids_N = logits_NV.index_select(0, at_L), token_ids_N.index_select(0, at_L)
+    asked_LV = logits_NV.to(torch.float32)
     if odd := -vocab_size % ALIGNED:
         # A GPU's order of additions depends on a row's alignment in memory, so rows are padded to be aligned.
         asked_LV = F.pad(asked_LV, (0, odd), value=-torch.inf)
     logprobs_LV = torch.log_softmax(asked_LV, dim=-1)[:, :vocab_size]
-    chosen_L1 = logprobs_LV.gather(1, token_ids_N.index_select(0, at_L).clamp(min=0)[:, None])
-    # A constant number, so that the choice among equal tokens does not depend on other rows.
-    top_LK, top_ids_LK = logprobs_LV.topk(min(MAX_LOGPROBS, vocab_size), dim=-1)
+    chosen_L1 = logprobs_LV.gather(1, token_ids_N.clamp(min=0)[:, None])
+    # All or none, so that the choice among equal tokens does not depend on other rows.
+    wants_none = logits_NV.device.type == "cpu" and not num_top.any()
+    top_LK, top_ids_LK = logprobs_LV.topk(0 if wants_none else min(MAX_LOGPROBS, vocab_size), dim=-1)
     if named is not None:
         named = replace(named, values_LW=logprobs_LV.gather(1, named.ids_LW))
     return BatchLogprobs(at, num_top, chosen_L1.squeeze(1), top_ids_LK.to(torch.int32), top_LK, named)
@@ -124,12 +128,17 @@ def batch_logprobs(
 def joined_logprobs(parts: Sequence[BatchLogprobs]) -> BatchLogprobs:
     """Join parts, in which every row has log probabilities, to one batch."""
     num_top = np.concatenate([part.num_top for part in parts])
+    width = max(part.top_LK.shape[1] for part in parts)
+
+    def top(one_LK: Tensor) -> Tensor:
+        return F.pad(one_LK, (0, width - one_LK.shape[1]))
+
     return BatchLogprobs(
         at=np.arange(len(num_top)),
         num_top=num_top,
         chosen_L=torch.cat([part.chosen_L for part in parts]),
-        top_ids_LK=torch.cat([part.top_ids_LK for part in parts]),
-        top_LK=torch.cat([part.top_LK for part in parts]),
+        top_ids_LK=torch.cat([top(part.top_ids_LK) for part in parts]),
+        top_LK=torch.cat([top(part.top_LK) for part in parts]),
     )
 
 

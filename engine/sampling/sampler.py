@@ -224,7 +224,12 @@ def _replaced(logits_NV: Tensor, scaled: Sequence[tuple[slice | Tensor, Tensor]]
     """Return the logits with those of some rows replaced, float32; the same tensor if there are none."""
     if not scaled:
         return logits_NV
-    replaced_NV = logits_NV.to(torch.float32, copy=True)
+    are_all = sum(len(scores_nV) for _, scores_nV in scaled) == len(logits_NV)
+    if are_all and len(scaled) == 1 and isinstance(scaled[0][0], slice):
+        return scaled[0][1]
+    replaced_NV = (
+        torch.empty_like(logits_NV, dtype=torch.float32) if are_all else logits_NV.to(torch.float32, copy=True)
+    )
     for at, scores_nV in scaled:
         replaced_NV[at] = scores_nV
     return replaced_NV

@@ -16,9 +16,10 @@ from engine.messages import Admit, Step
 from engine.scheduling.meter import RequestMetrics, StepRecord
 from engine.scheduling.rows import Sequence
 
-Why = Literal["queue", "no_room", "aside", "fetch", "encode"]
+Why = Literal["queue", "no_room", "aside", "fetch", "encode", "weights"]
 """The reason why a sequence has no row: others are ahead of it; too few pages; a running prefill computes its prefix;
-its prefix is read from elsewhere; its pictures are encoded."""
+its prefix is read from elsewhere; its pictures are encoded;
+the weights that it adds are read."""
 
 
 class PlannerWatcher:

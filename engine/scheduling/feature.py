@@ -147,7 +147,7 @@ class PlannerFeature:
         return False
 
     def pages_lost(self) -> None:
-        """Called when no page is in use and the content of all pages is lost, while executors stay."""
+        """Called when no page is in use and nothing is cached any more, while executors stay."""
 
     def outgoing(self) -> list[FeatureRequest]:
         """Return the messages for the executors since the last call."""

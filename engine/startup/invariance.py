@@ -28,6 +28,7 @@ from engine.layers.gated_attention import GatedAttention
 from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.part import Attention, Norm
 from engine.layers.recurrent import RecurrentPart
+from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.hybrid_layer import HybridLayer
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 # Rows first:last -> their results, as the part computes them when it gets only these.
 Rows = Callable[[int, int], Tensor]
 SEED = 5
+WITH_STATES = 8  # rows that are tried: states of all rows may take a quarter of the memory
 # Parameters of the rows, in turn.  One row also has a penalty; only one, because counts of tokens take memory.
 WISHES = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=20, top_p=0.9))
 PENALISED_ROW, PENALISED = 3, SamplingParams(repetition_penalty=1.1)
@@ -115,13 +117,20 @@ def _place(device: torch.device) -> str:
 
 @torch.inference_mode()
 def prove_decodes(
-    model: Decoder, decodes: CapturedDecodes, attention: AttentionBackend, pool: KVPool, rows: DeviceRows
+    model: Decoder,
+    decodes: CapturedDecodes,
+    attention: AttentionBackend,
+    pool: KVPool,
+    rows: DeviceRows,
+    states: RecurrentStates | None = None,
 ) -> None:
     """Raise ConfigError if ``decodes`` gives rows other bits than the model does, layer by layer.
 
-    pool, rows: unused; their content is changed."""
+    pool, rows, states: unused; their content is changed."""
     max_rows, row_len = rows.tokens_RM.shape
-    row_N = torch.arange(min(max_rows, pool.num_pages))
+    row_N = torch.arange(
+        min(max_rows, pool.num_pages) if states is None else min(max_rows, pool.num_pages, WITH_STATES)
+    )
     num_rows = len(row_N)
     if not decodes.fits(num_rows):
         return
@@ -134,12 +143,20 @@ def prove_decodes(
     rows.tokens_RM[row_N, positions_N] = token_ids_N.to(torch.int32)
     rows.pages_RP[row_N, 0] = row_N.to(torch.int32)
     lengths = (positions_N + 1).numpy().astype(np.int32)
+    before_NX = None if states is None else _random(pool, num_rows, states.data.shape[1], dtype=torch.float32)
+    if states is not None:
+        states.data[:num_rows] = before_NX
     found_NV = decodes.launch(row_N.numpy(), lengths, SamplingVariant.LOGITS).logits_NV
+    found_NX = None if states is None else states.data[:num_rows].clone()
     table_NP = row_N[:, None].numpy().astype(np.int32)
     attention.plan_step(batch_on(pool.data.device, num_rows, table_NP, lengths, np.ones_like(lengths)))
     slots_N = row_N * pool.page_stride + positions_N
     step = StepTensors(token_ids_N, positions_N, slots_N, row_N, attention, pool)
-    if found_NV is None or not torch.equal(model.forward(step), found_NV):
+    if states is not None:
+        states.data[:num_rows] = before_NX
+        step.states = StatesOfStep(states, row_N.numpy(), lengths, np.ones_like(lengths))
+    is_same = found_NV is not None and torch.equal(model.forward(step), found_NV)
+    if not is_same or (states is not None and not torch.equal(states.data[:num_rows], found_NX)):
         raise ConfigError(
             "model.numerics=invariant does not hold for this model on this machine: decode steps in one call of C give "
             "other bits than layer by layer; set CALLBOARD_KERNELS=torch, or model.numerics=fast"
@@ -220,7 +237,11 @@ def _layer_parts(
         attended_TQH = _random(pool, len(x_TD), spec.num_heads, spec.value_size, dtype=model.dtype)
         yield "attention's output", lambda first, last: attention.output(attended_TQH[first:last])
         if isinstance(attention, GatedAttention):
-            yield "attention's gate", lambda first, last: attention.gated(attended_TQH[first:last], x_TD[first:last])
+            gated = attention.gated
+            yield (
+                "attention's gate",
+                lambda first, last: gated(attended_TQH[first:last].clone(), x_TD[first:last], model.kernels),
+            )
     if isinstance(layer, HybridLayer) and isinstance(recurrent := layer.recurrent, RecurrentPart):
         yield "recurrent part's input", lambda first, last: recurrent.inner(x_TD[first:last])
         mixed_TM = _random(pool, len(x_TD), recurrent.outer.inputs_of_rank, dtype=model.dtype)

@@ -122,7 +122,9 @@ def load_runner(
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
     stages.begin("KV pool")
     states = _new_states(start)
-    features = rank_features(_context(start, loaded, rows, states, given or {}))
+    context = _context(start, loaded, rows, states, given or {})
+    features = rank_features(context)
+    context.features.extend(features)
     with left_on_failure(features):
         pools = PoolMaker(start, loaded.model, attention, rows, sampler, states, features)
         parts = pools.parts(num_pages)
@@ -358,9 +360,9 @@ def _compiled_decodes(start: Start, loaded: Loaded, parts: StepParts) -> Capture
     if loaded.kernels is None:
         return None
     model, pool, rows = parts.model, parts.pool, parts.rows
-    whole = compiled_decodes(model, pool, parts.attention, rows, parts.sampler, start.comm)
+    whole = compiled_decodes(model, pool, parts.attention, rows, parts.sampler, start.comm, parts.states)
     if start.invariant and whole is not None and isinstance(model, Decoder):
-        prove_decodes(model, whole, parts.attention, pool, rows)
+        prove_decodes(model, whole, parts.attention, pool, rows, parts.states)
     return whole
 
 

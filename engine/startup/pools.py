@@ -78,7 +78,8 @@ class PoolMaker:
             backend = feature.attention(backend)
         # Only now: the plugins that 'auto' has chosen are loaded by this time.
         start.graphs.break_at([name for one in start.plugins.declarations.values() for name in one.graph_breaks])
-        return StepParts(self._model, pool, backend, self._rows, self._sampler, self._states)
+        others = {name: model for feature in self._features for name, model in feature.models().items()}
+        return StepParts(self._model, pool, backend, self._rows, self._sampler, self._states, others)
 
     @property
     def _page_bytes(self) -> int:

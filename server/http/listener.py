@@ -19,9 +19,11 @@ class ListenError(ConfigError):
     exit_code = 98
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """A socket that listens on ``host``:``port``; clients that connect wait until it is served.
 
+    is_shared: other processes of this user may listen there too, if they share it as well; each gets a part of the
+    clients.
     Raises ListenError, one line that names the address and says what to do.
     """
     where = f"server.host={host} server.port={port}"
@@ -34,6 +36,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it
         listener.setblocking(False)
         listener.bind(address)

@@ -12,12 +12,15 @@ Does not know: HTTP, how busy a replica is.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
+from zlib import crc32
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 BLOCK_BYTES = 256  # of the first blocks, about a page or two of tokens
 GROWTH = 16  # a block has at least a sixteenth of what is before it, so that long prompts have few
+CLOSING = b'"]}'
+MOST_CLOSING = 512  # of a prompt's end; JSON that is taken is nested less deep
 MAX_BLOCKS = 160  # of one prompt, about 30 MB
 MAX_KNOWN = 200_000  # blocks remembered, about 40 MB; the ones longest unused are forgotten
 
@@ -76,7 +79,8 @@ class PrefixAffinity:
     def blocks(self, body: bytes, tenant: str = "", offered_session: str = "") -> list[bytes]:
         """A hash of its session, if it names one, and one per block of the prompt in a request's JSON.
 
-        A block's hash is of everything up to its end.
+        A block's hash is of everything up to its end: BLAKE2b over a checksum of each block, which is
+        faster than over the text.  Two blocks after the same beginning are taken for one another once in 2^32.
         tenant: what requests must have in common to share a cache, e.g. the API key.
         offered_session: its session if no field names one.
         [] for what has no prompt."""
@@ -85,13 +89,15 @@ class PrefixAffinity:
         except (ValueError, RecursionError):  # bytes that are no UTF-8 are a ValueError alone
             return []
         every = (asked.prompt, asked.messages, asked.input, asked.input_ids)
-        parts = [bytes(part) for part in every if part is not UNSET]
+        parts = [memoryview(part) for part in every if part is not UNSET]
         if not parts and asked.text is not UNSET:
-            parts = [bytes(asked.text)]  # in /v1/responses it is something else, and stands beside an input
+            parts = [memoryview(asked.text)]  # in /v1/responses it is something else, and stands beside an input
         if not parts:
             return []
         # The closing brackets are left out: the next turn of a conversation goes on in their place.
-        text = b"\0".join(parts).rstrip(b'"]}')
+        text = parts[0] if len(parts) == 1 else memoryview(b"\0".join(parts))
+        tail = bytes(text[-MOST_CLOSING:])
+        length = len(text) - len(tail) + len(tail.rstrip(CLOSING))
         salt = b"" if asked.cache_salt is UNSET else bytes(asked.cache_salt)
         chain = hashlib.blake2b(tenant.encode("utf-8", "surrogateescape") + b"\0" + salt, digest_size=16)
         hashes, start = [], 0
@@ -100,9 +106,9 @@ class PrefixAffinity:
             of_session.update(b"\0session\0" + session)
             hashes.append(of_session.digest())
         for end in ENDS:
-            if start >= len(text):
+            if start >= length:
                 break
-            chain.update(text[start:end])
+            chain.update(crc32(text[start : min(end, length)]).to_bytes(4))
             hashes.append(chain.digest())
             start = end
         return hashes

@@ -32,7 +32,7 @@ class Passage:
     """One request through the router.  body: JSON.  num_prompt_tokens, num_tokens: as far as replicas have counted."""
 
     def __init__(self, body: bytes) -> None:
-        self._body = msgspec.Raw(body)
+        self._body = body
         self._origin = ResumePoint()
         self._seed = new_seed()
         self._held = b""
@@ -63,15 +63,15 @@ class Passage:
         """Whether a choice was aborted, which would not end elsewhere."""
         return any(one.finish == Finish.ABORT for one in self._choices.values())
 
-    def body(self) -> bytes:
-        """Returns what to send to a replica, so that it goes on from what the client has."""
+    def pieces(self) -> tuple[bytes, ...]:
+        """Returns what to send to a replica, so that it goes on from what the client has: the body is not copied."""
         self._held = b""
         told = {
             index: DeliveredChoice(bytes(one.tokens), one.num_events, one.finish != Finish.RUNNING)
             for index, one in self._choices.items()
         }
         origin = msgspec.structs.replace(self._origin, seed=self._seed, told=told)
-        return msgspec.json.encode({"request": self._body, "origin": origin})
+        return b'{"request":', self._body, b',"origin":', msgspec.json.encode(origin), b"}"
 
     def take(self, chunk: bytes) -> bytes:
         """Take what a replica has sent; returns what is for the client now.

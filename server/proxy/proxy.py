@@ -32,6 +32,7 @@ from server.http.replies import error_body
 from server.http.sse import DONE, EVENT_STREAM, LINES
 from server.proxy.affinity import PrefixAffinity, tenant_of
 from server.proxy.passage import Passage, WholeLines, WrongMark
+from server.proxy.pieces import BodyPieces
 from server.proxy.replica import Choice, Replica, unavailable
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,13 @@ def new_session(headers: Mapping[str, str] = NO_HEADERS) -> aiohttp.ClientSessio
     Generating takes as long as its server's limits let it; reaching it does not."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, headers=headers)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=timeout,
+        auto_decompress=False,
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
 
 
 class Proxy:
@@ -101,11 +108,12 @@ class Proxy:
         exchange, status = request[EXCHANGE], CLIENT_LEFT
         declared = exchange.operation
         goes_on = declared is not None and declared.framing != "lines" and media_type(request) == JSON_TYPE
-        passage = Passage(body) if goes_on and is_object(body) else None
+        blocks = self._blocks(request, body)
+        passage = Passage(body) if goes_on and (blocks or is_object(body)) else None
         estimated = len(body) // CHARS_PER_TOKEN + 1
         charge.pay(estimated + LEAST_OUTPUT)
         try:
-            response = await self.send_on(request, body, passage)
+            response = await self.send_on(request, body, passage, blocks)
             status = response.status
             return response
         except RequestError as error:
@@ -120,8 +128,14 @@ class Proxy:
             else:
                 charge.pay(max(sum(exchange.usage), 0 if is_told else estimated))
 
-    async def send_on(self, request: web.Request, body: bytes, passage: Passage | None = None) -> web.StreamResponse:
-        """Send a request on.  passage: of what may be cut and go on elsewhere.
+    def _blocks(self, request: web.Request, body: bytes) -> list[bytes]:
+        tenant = tenant_of(request.headers, needs_key=self._server.needs_key)
+        return self._affinity.blocks(body, tenant, request[EXCHANGE].offered_session) if body else []
+
+    async def send_on(
+        self, request: web.Request, body: bytes, passage: Passage | None = None, blocks: list[bytes] | None = None
+    ) -> web.StreamResponse:
+        """Send a request on.  passage: of what may be cut and go on elsewhere.  blocks: of its prompt, if known.
 
         Raises RequestError if no replica can answer."""
         _check_path(request)
@@ -132,8 +146,7 @@ class Proxy:
                 status=415,
                 code="unsupported_media_type",
             )
-        tenant = tenant_of(request.headers, needs_key=self._server.needs_key)
-        blocks = self._affinity.blocks(body, tenant, request[EXCHANGE].offered_session) if body else []
+        blocks = self._blocks(request, body) if blocks is None else blocks
         delivery = Delivery(request, body, passage, self._session)
         tried: list[Replica] = []
         refusal: web.StreamResponse | None = None
@@ -253,17 +266,18 @@ class Delivery:
         return self.stream
 
     async def _open(self, url: str) -> aiohttp.ClientResponse:
-        headers, body = sent_on(self.request.headers), self._body
+        headers = sent_on(self.request.headers)
+        pieces: tuple[bytes, ...] = (self._body,)
         headers[REQUEST_ID_HEADER] = self.id
         headers.update(self.request.get(MORE_HEADERS, NO_HEADERS))
         if self._passage is not None:
-            headers["Content-Type"], body = ROUTED_TYPE, self._passage.body()
+            headers["Content-Type"], pieces = ROUTED_TYPE, self._passage.pieces()
         with _asking(url):
             return await self._session.request(
                 self.request.method,
                 URL(url + self.request.rel_url.raw_path_qs, encoded=True),  # as it came, and as it was matched
                 headers=headers,
-                data=body or None,
+                data=BodyPieces(pieces) if self._body else None,
                 allow_redirects=False,
             )
 

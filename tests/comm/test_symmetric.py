@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.plugins.comm.symmetric import SymmetricComm, callboard_comm
+from engine.plugins.comm.symmetric import PeerMemory, SymmetricComm, callboard_comm
 from engine.plugins.comm.torch import TorchComm, TorchCommOptions
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.testing.comm import check_comm
@@ -65,11 +65,12 @@ def test_the_whole_contract(new_url: NewUrl) -> None:
 @pytest.mark.parametrize(
     ("tensor", "one_shot"),
     [
-        (torch.ones(4), True),
+        (torch.ones(8), True),
         (torch.ones(LIMIT // 4), True),
         (torch.ones(LIMIT // 2, dtype=torch.bfloat16), True),
-        (torch.ones(LIMIT // 4 + 4), False),  # too large
+        (torch.ones(LIMIT // 4 + 8), False),  # too large
         (torch.ones(3), False),  # no whole load
+        (torch.ones(12), False),  # no equal shares of whole loads
         (torch.ones(8, dtype=torch.float16), False),
         (torch.ones(4, dtype=torch.int64), False),
         (torch.ones(4, 8).t(), False),
@@ -85,6 +86,76 @@ def test_small_sums_go_through_shared_memory_and_others_through_the_library(
     sums = at_once(2, lambda rank: ranks[rank].all_reduce(own[rank]))
     assert all(sums[rank] is own[rank] and (own[rank] == 2).all() for rank in range(2))
     assert [memory.sums for memory in memories] == [[tensor.nbytes] * one_shot] * 2
+
+
+class KernelModels:
+    """What torch's kernels do with buffers that all threads see, in their order of adding, float32 inside.
+
+    The one-shot kernel adds in the order of ranks.  The two-shot kernel of a rank adds its share, beginning with its
+    own part, and writes it to every buffer."""
+
+    def __init__(self, size: int, num_bytes: int) -> None:
+        self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(size)]
+        self.barrier = threading.Barrier(size)
+        self.size = size
+
+    def memory(self, rank: int, one_shot_bytes: int) -> PeerMemory:
+        made = PeerMemory.__new__(PeerMemory)
+        parts: dict[str, object] = {
+            "_group": "group",
+            "_buffer_S": self.buffers[rank],
+            "_one_shot_bytes": one_shot_bytes,
+            "_one_shot": lambda *given: self.one_shot(*given),
+            "_two_shot": lambda *given: self.two_shot(rank, *given),
+        }
+        for name, value in parts.items():
+            setattr(made, name, value)
+        return made
+
+    def seen(self, like: Tensor) -> list[Tensor]:
+        return [one[: like.nbytes].view(like.dtype) for one in self.buffers]
+
+    def one_shot(self, shared: Tensor, local: Tensor, op: str, group: str, out: Tensor) -> None:
+        shared.copy_(local)
+        self.barrier.wait(60)
+        out.copy_(added(self.seen(shared)).view(out.shape))
+        self.barrier.wait(60)
+
+    def two_shot(self, rank: int, shared: Tensor, op: str, group: str) -> None:
+        self.barrier.wait(60)
+        share = slice(rank * shared.numel() // self.size, (rank + 1) * shared.numel() // self.size)
+        ranks = [(rank + step) % self.size for step in range(self.size)]
+        total = added([self.seen(shared)[one][share] for one in ranks])
+        self.barrier.wait(60)
+        for one in self.seen(shared):
+            one[share] = total
+        self.barrier.wait(60)
+
+
+def added(parts: list[Tensor]) -> Tensor:
+    """Return the sum in this order, rounded once."""
+    total = parts[0].float()
+    for one in parts[1:]:
+        total = total + one.float()
+    return total.to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("num_bytes", [96, 3 * LIMIT, 6 * LIMIT])
+def test_both_kernels_give_every_rank_the_same_bits(new_url: NewUrl, num_bytes: int) -> None:
+    size, url = 3, new_url()
+    kernels = KernelModels(size, 8 * LIMIT)
+
+    def build(rank: int) -> SymmetricComm:
+        library = TorchComm(CommContext(rank, size, "cpu", url), TorchCommOptions())
+        return SymmetricComm(library, lambda: kernels.memory(rank, LIMIT), 8 * LIMIT, "cpu")
+
+    ranks = at_once(size, build)
+    for _ in range(3):  # a call finds what the one before has left
+        own = torch.randn(size, num_bytes // 2).bfloat16()
+        exact = own.double().sum(0)
+        sums = at_once(size, lambda rank, own=own: ranks[rank].all_reduce(own[rank].clone().view(2, -1)).flatten())
+        assert all(torch.equal(one, sums[0]) for one in sums)
+        torch.testing.assert_close(sums[0].double(), exact, rtol=0.02, atol=0.02)
 
 
 def test_where_one_rank_has_no_such_memory_none_uses_it(new_url: NewUrl, caplog: pytest.LogCaptureFixture) -> None:
@@ -108,3 +179,5 @@ def test_torch_has_the_memory_and_the_sum_as_they_are_called() -> None:
     assert schema.endswith(
         "(Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name, Tensor(a!) out) -> Tensor(a!)"
     )
+    schema = str(torch.ops.symm_mem.two_shot_all_reduce_.default._schema)
+    assert schema.endswith("(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)")

@@ -10,8 +10,9 @@ from engine.execution.batch import Int32, Int64
 from engine.execution.compiled_decodes import CompiledDecodes, compiled_decodes
 from engine.execution.host_rows import HostRows
 from engine.kernels.cpu import cpu_kernels
+from engine.layers.states import RecurrentStates
 from engine.plugins.comm.local import LocalComm
-from engine.plugins.testing.steps import Driver
+from engine.plugins.testing.steps import MAX_SEQUENCES, Driver
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import Newcomer
 from engine.types.params import SamplingParams
@@ -28,10 +29,20 @@ class Rows:
         vocab_size = driver.model.shape.vocab_size
         self.rows = HostRows(MAX_ROWS, MAX_LEN, driver.pool.page_size, torch.device("cpu"), driver.pool.page_stride)
         self.sampler = Sampler(MAX_ROWS, vocab_size, MAX_LEN, torch.device("cpu"), cpu_kernels())
-        given = (driver.model, driver.pool, driver.attention, self.rows, self.sampler, LocalComm())
+        self.states: RecurrentStates | None = None
+        self._before_SX: torch.Tensor | None = None
+        if driver.states is not None:
+            self.states = RecurrentStates(driver.model.shape.states_of_rank(1), MAX_ROWS, torch.device("cpu"))
+        given = (driver.model, driver.pool, driver.attention, self.rows, self.sampler, LocalComm(), self.states)
         self.decodes = compiled_decodes(*given)
         for row in range(MAX_ROWS):
             self.sampler.admit((Newcomer(row, SamplingParams(temperature=0.0), np.arange(3, dtype=np.int32), 3),), ())
+
+    def step(self, new_tokens: dict[str, list[int]]) -> torch.Tensor:
+        """A step of the driver, layer by layer, whose states ``told`` puts back; all logits."""
+        if (states := self.driver.states) is not None:
+            self._before_SX = states.data.clone()
+        return torch.cat([*self.driver.step(new_tokens).values()])
 
     @property
     def whole(self) -> CompiledDecodes:
@@ -39,9 +50,25 @@ class Rows:
         return self.decodes
 
     def told(self) -> tuple[Int64, Int32]:
-        """Copy the sequences' tokens and pages into their rows; the rows, and their lengths."""
+        """Copy the sequences' tokens, pages and states before the step into their rows; the rows, and their lengths."""
         rows_N = np.array(self.order)
+        if self.states is not None and self._before_SX is not None:
+            self.states.data.fill_(torch.nan)
+            self.states.data[rows_N] = self._before_SX[self._slots()]
         for row, one in zip(rows_N, self.driver.sequences.values(), strict=True):
             self.rows.tokens_RM[row, : len(one.tokens)] = torch.tensor(one.tokens)
             self.rows.pages_RP[row, : len(one.pages)] = torch.tensor(one.pages)
         return rows_N, np.array([len(one.tokens) for one in self.driver.sequences.values()], dtype=np.int32)
+
+    def have_states_of_driver(self) -> bool:
+        """Whether the rows' states are those behind the driver's step, and no other row has one."""
+        if self.states is None or self.driver.states is None:
+            return True
+        others = [row for row in range(MAX_ROWS) if row not in self.order]
+        expected_NX, found_NX = self.driver.states.data[self._slots()], self.states.data[list(self.order)]
+        is_same = torch.equal(expected_NX.nan_to_num(3e38), found_NX.nan_to_num(3e38))  # between states are gaps
+        return is_same and bool(self.states.data[others].isnan().all())
+
+    def _slots(self) -> list[int]:
+        """Of the driver's sequences."""
+        return [MAX_SEQUENCES - 1 - number for number in range(len(self.order))]

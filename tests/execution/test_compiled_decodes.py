@@ -26,9 +26,10 @@ pytestmark = pytest.mark.skipif(products() is None, reason="there is no C compil
 PROMPTS = {"a": 3, "b": 40, "c": 17}
 TAKEN = (
     *("llama", "llama-tied", "llama-biases", "llama-multi-head", "llama-head-dim", "llama3-rope", "mistral-window"),
-    *("qwen2", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias"),
+    *("qwen2", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias", "granite"),
+    *("qwen3-5", "lfm2", "granite4-hybrid", "bamba", "lfm2-biases", "smollm3", "phi4-longrope"),
 )
-LEFT = ("llama-gelu", "phi4-longrope", "gemma2", "gemma3", "olmo2", "cohere", "granite")
+LEFT = ("llama-gelu", "gemma2", "gemma3", "olmo2", "cohere", "qwen3-next", "falcon-h1", "olmo-hybrid")
 
 
 def driven(variant: str, folder, kind: PanelKind | None = None) -> Rows:
@@ -68,7 +69,7 @@ def test_it_has_the_bits_of_layer_by_layer_with_any_threads(tmp_path, variant, k
     rows = driven(variant, tmp_path, kind)
     driver, decodes = rows.driver, rows.whole
     for token in range(5):
-        expected = torch.cat([*driver.step({n: [(7 * token + i) % VOCAB] for i, n in enumerate(PROMPTS)}).values()])
+        expected = rows.step({n: [(7 * token + i) % VOCAB] for i, n in enumerate(PROMPTS)})
         stored = driver.pool.data.clone()
         for threads, asked in (
             (1, SamplingVariant.LOGITS),
@@ -82,6 +83,7 @@ def test_it_has_the_bits_of_layer_by_layer_with_any_threads(tmp_path, variant, k
             with torch.inference_mode():
                 found = decodes.launch(rows_N, lengths_N, asked)
             assert torch.equal(driver.pool.data.nan_to_num(3e38), stored.nan_to_num(3e38))
+            assert rows.have_states_of_driver()
             if asked is SamplingVariant.LOGITS:
                 assert torch.equal(found.logits_NV, expected)
                 assert not rows.rows.tokens_RM[rows_N, lengths_N].any()
@@ -91,6 +93,18 @@ def test_it_has_the_bits_of_layer_by_layer_with_any_threads(tmp_path, variant, k
                 assert found.token_ids_N.tolist() == expected.argmax(-1).tolist()
                 assert torch.equal(rows.rows.tokens_RM[rows_N, lengths_N].long(), found.token_ids_N)
         rows.rows.tokens_RM.zero_()
+
+
+def test_a_row_of_one_token_begins_with_a_state_of_zeros(tmp_path):
+    rows = driven("qwen3-5", tmp_path)
+    driver = rows.driver
+    driver.sequences.clear()
+    expected = rows.step({name: [token] for token, name in enumerate(PROMPTS)})
+    assert not expected.isnan().any()  # though the states were NaN
+    with torch.inference_mode():
+        found = rows.whole.launch(*rows.told(), SamplingVariant.LOGITS)
+    assert torch.equal(found.logits_NV, expected)
+    assert rows.have_states_of_driver()
 
 
 @pytest.mark.parametrize("variant", LEFT)

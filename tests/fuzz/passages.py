@@ -17,4 +17,4 @@ def read(data: bytes, folder: Path) -> None:
             assert len(told + passage.rest()) <= len(data)
         except WrongMark:
             pass
-        passage.body()
+        passage.pieces()

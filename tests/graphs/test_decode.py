@@ -80,13 +80,18 @@ def counts(device):
     return seen
 
 
-def test_all_sizes_in_all_variants_are_captured_the_largest_first(loaded):
+def test_all_sizes_are_captured_once_with_a_sampler_for_each_variant_the_largest_first(loaded):
     captured, plain, device = loaded
     assert plain.parts.whole_decodes is None
     assert captured.parts.whole_decodes.sizes == captured.parts.whole_decodes.captured == (1, 2, 3, 4, 6, 8)
     descending = [size for size in (8, 8, 6, 4, 3, 2, 1) for _ in SamplingVariant]  # the largest once for nothing
     assert [graph.size for graph in device.graphs] == descending
     assert len(set(device.pools)) == 1
+    bodies = [sum(one.func is torch.ops.aten.embedding.default for one in graph.operations) for graph in device.graphs]
+    assert bodies == [1, 0, 0, 0, 0] * 7
+    nodes = [len(graph.operations) for graph in device.graphs[-5:]]
+    # Each variant used to hold all of it: 5 bodies and 4 samplers.
+    assert 5 * nodes[0] + sum(nodes[1:]) > 2.5 * sum(nodes), nodes
 
 
 def test_a_steady_step_copies_nothing_to_the_device_and_waits_for_nothing(both, monkeypatch):
@@ -260,7 +265,7 @@ def test_larger_batches_run_as_they_are(checkpoint, monkeypatch):
     steps.decode(0, 1, 2)
     assert devices[0].replays == []
     steps.decode(0, 2)
-    assert devices[0].replays == [2]
+    assert devices[0].replays == [2, 2]  # up to the logits, and the sampler
 
 
 class Planned(ResidentTorchAttention):

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from engine.checkpoints.shape import RouterShape
 from engine.kernels import dependent_launch
 from engine.kernels.activation import KINDS, gated
+from engine.kernels.adapters import add_adapters, output_tiles
 from engine.kernels.embedding import embed_shard
 from engine.kernels.experts import mix_experts
 from engine.kernels.few_rows import MOST_ROWS, multiply_few
@@ -90,6 +91,23 @@ def experts(dtype: torch.dtype) -> None:
             if biased and dtype == torch.bfloat16:
                 codes = [StoredCodes(*one.shape, torch.device("meta")).arranged() for one in (gate_up, down)]
                 mix_experts(x_TD, weights_TK, chosen_TK, *codes, *biases, kind)
+
+
+def adapters(dtype: torch.dtype) -> None:
+    """The products of adapters of Qwen3-8B, of a batch of decodes and a prompt, and one that fills no tile."""
+    meta = torch.device("meta")
+    for inputs, outputs, rank, num_slots in (
+        (4096, [4096, 1024, 1024], 16, 8),
+        (12_288, [4096], 64, 8),
+        (80, [37], 5, 1),
+    ):
+        a_SPRI = torch.empty((num_slots, len(outputs), rank, inputs), dtype=dtype, device=meta)
+        b_SRO = torch.empty((num_slots, rank, sum(outputs)), dtype=dtype, device=meta)
+        for num_rows in (1, 200, 2048):
+            x_TI = torch.empty((num_rows, inputs), dtype=dtype, device=meta)
+            slots_T = torch.zeros(num_rows, dtype=torch.int64, device=meta)
+            y_TO = x_TI.new_empty((num_rows, sum(outputs)))
+            add_adapters(y_TO, x_TI, slots_T, a_SPRI, b_SRO, output_tiles(outputs, meta))
 
 
 def products(dtype: torch.dtype) -> None:
@@ -213,7 +231,7 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     dependent_launch.has_dependent_launch = lambda device: True
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
-        for group in (layers, experts, products, four_bits, recurrences, inputs, sampling):
+        for group in (layers, experts, adapters, products, four_bits, recurrences, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
                 about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}

@@ -14,13 +14,19 @@ pytestmark = pytest.mark.slow
 
 KERNELS = {
     "add_norm_round_row", "add_norm_rows", "adjust_tokens", "advance_chunks", "advance_head", "choose_for_token",
-    "convolve_tile", "down_pairs", "draw_candidate", "fill_row", "gate_columns", "gate_groups", "gate_pairs",
-    "gather_rows", "list_candidates", "list_row", "measure_some_blocks", "multiply_coded_tiles", "multiply_rows",
-    "multiply_tiles", "narrow_row", "pick_row", "place_pairs", "prepare_chunk", "rotate_heads", "round_row",
-    "tabulate_angles", "weigh_candidates", "widen_tile", "write_places",
+    "convolve_tile", "down_pairs", "draw_candidate", "expand_outputs", "fill_row", "gate_columns", "gate_groups",
+    "gate_pairs", "gather_rows", "list_candidates", "list_row", "measure_some_blocks", "multiply_coded_tiles",
+    "multiply_rows", "multiply_tiles", "narrow_row", "pick_row", "place_pairs", "prepare_chunk", "reduce_inputs",
+    "rotate_heads", "round_row", "tabulate_angles", "weigh_candidates", "widen_tile", "write_places",
 }  # fmt: skip
 
-TILED = {"down_pairs", "gate_pairs", "multiply_coded_tiles", "multiply_tiles"}  # which read several tiles ahead
+TILED = {
+    "down_pairs",
+    "reduce_inputs",
+    "gate_pairs",
+    "multiply_coded_tiles",
+    "multiply_tiles",
+}  # which read several tiles ahead
 OF_HOPPER = {"advance_chunks"}  # which reads a chunk ahead there, and none elsewhere
 
 # Launched while the kernel in front of them still runs: whether they read weights before they wait for it, and whether
@@ -30,7 +36,8 @@ WAITING = {
     "advance_head": (True, True), "convolve_tile": (False, True), "fill_row": (False, False),
     "gate_columns": (False, True), "gate_groups": (False, True), "prepare_chunk": (True, True),
     "gather_rows": (False, True), "list_row": (False, False), "multiply_rows": (True, True),
-    "rotate_heads": (True, True), "round_row": (False, True),
+    "expand_outputs": (True, True), "reduce_inputs": (False, True), "rotate_heads": (True, True),
+    "round_row": (False, True),
     "tabulate_angles": (False, True), "write_places": (False, False),
 }  # fmt: skip
 

@@ -138,6 +138,7 @@ def test_a_row_has_the_same_bits_among_any_others_and_with_two_threads(kernels, 
             assert torch.equal(found, expected[first:last])
 
 
+@pytest.mark.slow
 def test_a_model_writes_the_same_with_and_without(monkeypatch, anew):
     calls, rows = [], []
     stored, attended = CPUKernels.rotate_and_store, CompiledAttention.attend

@@ -43,7 +43,7 @@ def test_a_ping_goes_further_at_once_and_says_nothing_of_tokens(ping: bytes) -> 
 def test_what_was_held_back_comes_again_from_the_next_replica() -> None:
     passage = Passage(b"{}")
     assert passage.take(b"data: a\n\n: 0 01000000 0 5 1\n\ndata: b\n\n: 0 02") == b"data: a\n\n"
-    passage.body()
+    passage.pieces()
     assert passage.take(b"data: b\n\n: 0 02000000 0 0 1\n\n") == b"data: b\n\n"
     assert passage.num_tokens == 2
 
@@ -60,7 +60,7 @@ def test_a_mark_that_no_replica_makes_is_refused_once_what_comes_before_is_told(
         with pytest.raises(WrongMark, match="is no mark"):
             passage.rest() if ends else passage.take(b"data: c\n\n")
         assert passage.num_tokens == 1
-        passage.body()
+        passage.pieces()
         assert passage.take(b"data: b\n\n: 0 02000000 0 0 1\n\n") == b"data: b\n\n"
 
 
@@ -84,9 +84,9 @@ def test_what_a_router_sends_is_read_and_what_none_would_send_is_refused() -> No
     request = {"model": MODEL, "prompt": "p", "max_tokens": 3}
     with LiveServer() as live:
         passage = Passage(json.dumps(request).encode())
-        status, answer = sent(live, passage.body())
+        status, answer = sent(live, b"".join(passage.pieces()))
         assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
-        origin = json.loads(passage.body())["origin"]
+        origin = json.loads(b"".join(passage.pieces()))["origin"]
         assert live.call(lambda: live.ingress.asked[-1][1].seed) == origin["seed"]
         assert answer["id"].endswith(origin["key"].replace("-", ""))
         for wrong in (

@@ -89,7 +89,7 @@ def decode(dice: Random) -> None:
     rows = Rows(driver, order)
     for _ in range(STEPS):
         new = {name: [dice.randrange(vocab)] for name in driver.sequences}
-        expected_BV, exact_BV = (torch.cat([*one.step(new).values()]) for one in (driver, wide))
+        expected_BV, exact_BV = rows.step(new), torch.cat([*wide.step(new).values()])
         _check_step(dice, rows, expected_BV)
         if kind in (None, PanelKind.FLOATS):
             torch.testing.assert_close(expected_BV, exact_BV, rtol=1e-3, atol=1e-3)
@@ -103,6 +103,8 @@ def _check_step(dice: Random, rows: Rows, expected_BV: torch.Tensor) -> None:
     with torch.inference_mode():
         logits_BV = rows.whole.launch(rows_N, lengths_N, SamplingVariant.LOGITS).logits_NV.clone()
         assert torch.equal(logits_BV, expected_BV)
+        assert rows.have_states_of_driver()
+        rows.told()
         token_ids_N = rows.whole.launch(rows_N, lengths_N, SamplingVariant.GREEDY).token_ids_N
     assert torch.equal(token_ids_N, expected_BV.argmax(-1))
     assert torch.equal(rows.rows.tokens_RM[rows_N, lengths_N].long(), token_ids_N)

@@ -18,7 +18,7 @@ from tests.sanitized.calls import CALLS
 from tests.sanitized.models import decode
 from tests.sanitized.sanitizers import compile_for, environment
 
-GRACE_S = 300.0  # to import, compile and end
+GRACE_S = 900.0  # to import, compile and end
 
 
 def run(level: str, seconds: float, first: int) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from engine.features.explain.timelines import Timelines
 from engine.features.lora.files import Adapter
+from engine.features.lora.messages import AdapterRead, ReadAdapter
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Failed, Finish, Step
 from engine.plugins.eviction.lru import LeastRecentlyUsed
@@ -35,6 +36,7 @@ class Bench:
                  proposer: Proposer | DraftModel | None = None, num_slots: int = 0, store_timeout_s: float = 0.0,
                  features: Sequence[NewFeature] = (), **limits: object) -> None:  # fmt: skip
         self.now = 0.0
+        self.reads_adapters = bool(num_slots)  # at once
         has_host = bool(limits.get("num_host_pages"))
         self.timelines = Timelines(lambda: self.now)
         self.planner = Planner(
@@ -103,7 +105,12 @@ class Bench:
 
     def plan(self) -> bool:
         """Plan and run one step if another may be in flight."""
-        if self.planner.num_in_flight >= self.depth or (step := self.planner.next_step()) is None:
+        if self.planner.num_in_flight >= self.depth:
+            return False
+        step = self.planner.next_step()
+        if self.reads_adapters and self.answer_readings():
+            step = step or self.planner.next_step()
+        if step is None:
             return False
         self.planner.check()
         self.device.run(step)
@@ -112,6 +119,14 @@ class Bench:
         self.started += [int(request_ids[admission.row]) for admission in step.admissions]
         self.turns += request_ids[np.frombuffer(step.prefill_rows, dtype=np.int32)].tolist()
         return True
+
+    def answer_readings(self, reason: str = "") -> bool:
+        """Answer the requests to read adapters; returns whether there were any."""
+        requests = [one for one in self.planner.outgoing() if not ReadAdapter.of(one).drop]
+        for one in requests:
+            self.planner.received(AdapterRead(reason).message(rank=0, number=one.number))
+        self.read()
+        return bool(requests)
 
     def step(self) -> None:
         """Plan one step and deliver its result."""

@@ -345,7 +345,8 @@ def test_a_sample_is_sent_and_can_be_had_as_code(browser: "playwright.Browser") 
         page.get_by_text("What was sent, as code").click()
         curl, python = page.locator(".snippet pre").all_inner_texts()
         assert curl.startswith(f"curl {live.url}/v1/completions")
-        call = ast.parse(python).body[2].value  # type: ignore[attr-defined]
+        assert python.startswith("import os\n"), "the page has a key, and its code says where to put it"
+        call = ast.parse(python).body[3].value  # type: ignore[attr-defined]
         fields = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
         assert fields == {"model": "fake/model-1", "max_tokens": 256, "prompt": "def fibonacci(n):"}
         page.get_by_label("Monospace").check()
@@ -355,7 +356,8 @@ def test_a_sample_is_sent_and_can_be_had_as_code(browser: "playwright.Browser") 
 
 @needs_browser
 def test_the_page_asks_for_the_key_and_keeps_it_for_itself(browser: "playwright.Browser") -> None:
-    with LiveServer(server=ServerSection(api_key="s3cret")) as live, Tab(browser, live.url) as page:
+    server = ServerSection(api_key="a client's", operator_key="s3cret")
+    with LiveServer(server=server) as live, Tab(browser, live.url, key="") as page:
         expect(page.get_by_label("This server asks for an API key")).to_be_focused()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")

@@ -13,6 +13,7 @@ import engine.features.handover.planner as planner_module
 from engine.features.handover.borrower import BorrowedPages, Borrower
 from engine.features.handover.lender import Lender, Loan
 from engine.features.handover.messages import (
+    NAME,
     Acknowledge,
     Borrowed,
     Claim,
@@ -28,6 +29,7 @@ from engine.features.handover.states import Borrowing, Lending
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.scheduling.rows import Sequence
+from engine.scheduling.step_builder import StepBuilder
 from server.extensions.chaos.sim.mutants import Mutant
 
 Method = Callable[..., Any]
@@ -298,6 +300,15 @@ def pages_of_another_prompt_are_lent(match: Method) -> Method:
     return mutant
 
 
+def pages_are_lent_before_they_are_filled(attach: Method) -> Method:
+    def mutant(self: HandoverPlanner, step: StepBuilder) -> None:
+        attach(self, step)
+        if step.notes.pop(NAME, None):
+            self._filling.pop()
+
+    return mutant
+
+
 MUTANTS: dict[Mutant, tuple[Any, str]] = {
     pages_are_acknowledged_before_they_have_come: (Borrower, "granted"),
     nothing_is_acknowledged: (Borrower, "_arrived"),
@@ -329,4 +340,5 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_row_begins_without_room_beside_loans: (HandoverPlanner, "has_room"),
     one_page_too_many_is_adopted: (HandoverPlanner, "adopt"),
     pages_of_another_prompt_are_lent: (HandoverPlanner, "_claimed"),
+    pages_are_lent_before_they_are_filled: (HandoverPlanner, "attach"),
 }

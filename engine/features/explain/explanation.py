@@ -30,7 +30,9 @@ SLOW = 1.5  # times as long as usual, if nothing else is known of a step
 WAITS: frozenset[State] = frozenset({"queue", "no_room", "aside"})
 HOLDING: frozenset[State] = frozenset({"prefill", "decode"})
 
-PartName = Literal["queue", "fetch", "encode", "prefill", "decode", "prefills", "slow_steps", "retraction", "recovery"]
+PartName = Literal[
+    "queue", "fetch", "encode", "weights", "prefill", "decode", "prefills", "slow_steps", "retraction", "recovery"
+]
 Floats = npt.NDArray[np.float64]
 Records = npt.NDArray[np.void]
 
@@ -219,7 +221,7 @@ class _Account:
             self._decode(start, end)
         elif span.state == "prefill":
             self._prefill(start, end)
-        elif span.state in ("fetch", "encode"):
+        elif span.state in ("fetch", "encode", "weights"):
             self._note(span.state, end - start)
         else:
             gone = sum(max(0.0, min(end, until) - max(start, since)) for since, until in self._losses)

@@ -3,11 +3,13 @@
 Owns: the locks on lent pages, sequences that wait for pages of another engine, where these pages land.
 Does not know: the network, time, how a page is copied.
 
-Pages are lent from the radix tree, where a lock keeps them as it keeps those of a running row.  So what is lent is
-computed and whole, and nothing writes to it.  A loan ends when every rank has returned it.  An offer is a lock without
-a loan: nothing reads its pages, so it ends at once where a sequence needs the room.
+Pages are lent from the radix tree, where a lock keeps them as it keeps those of a running row, and nothing writes to
+them.  Pages that a step in flight still fills from elsewhere are in the tree too: a claim for them waits.  A loan ends
+when every rank has returned it.  An offer is a lock without a loan: nothing reads its pages, so it ends at once where a
+sequence needs the room.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -46,7 +48,7 @@ from engine.plugins.features import FeatureContext
 from engine.scheduling.events import Why
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, Sequence
-from engine.scheduling.step_builder import StepBuilder
+from engine.scheduling.step_builder import InFlight, StepBuilder
 
 MOST_WAITING: Final = 32  # sequences that wait for pages of other engines
 MOST_OFFERS: Final = 256
@@ -88,6 +90,8 @@ class HandoverPlanner(PlannerFeature):
         self._waiting: dict[int, Arrival] = {}  # by number
         self._answered: dict[int, Arrival] = {}  # by request
         self._landings: list[PagesLanding] = []
+        self._filling: deque[Pages] = deque()  # by steps in flight, which bring them from hosts, stores and engines
+        self._early: list[Claim] = []  # for some of these
         self._requested: list[FeatureRequest] = []
         self._num_requested = 0
         self._is_open = False
@@ -156,12 +160,23 @@ class HandoverPlanner(PlannerFeature):
         )
 
     def attach(self, step: StepBuilder) -> None:
-        """Add the landings since the last step."""
+        """Add the landings since the last step, and note all pages that it fills."""
         if self._landings:
             step.parts |= landings_part(tuple(self._landings))
             step.filled_pages += [one.pages for one in self._landings]
             step.num_copied += sum(len(one.pages) for one in self._landings) // TOKEN_BYTES
             self._landings = []
+        if step.filled_pages:
+            self._filling.append(np.frombuffer(b"".join(step.filled_pages), dtype=np.int32))
+            step.notes[NAME] = True
+
+    def completed(self, record: InFlight, seconds: float) -> None:
+        """Answer the claims for pages that are filled now."""
+        if NAME in record.notes:
+            self._filling.popleft()
+            early, self._early = self._early, []
+            for claim in early:
+                self._claimed(claim)
 
     def ended(self, sequence: Sequence) -> None:
         """Keep the prompt's pages for the engine that they are offered to."""
@@ -266,7 +281,7 @@ class HandoverPlanner(PlannerFeature):
 
     def _claimed(self, claim: Claim) -> None:
         """Lend what the cache has of a prompt.  Every rank reports a claim; the first report counts."""
-        if claim.name in self._loans:
+        if claim.name in self._loans or any(claim.name == one.name for one in self._early):
             return
         page_bytes = self._tree.page_bytes
         match = self._tree.match(
@@ -280,8 +295,13 @@ class HandoverPlanner(PlannerFeature):
             self._order(Decline(name=claim.name, reason=reason))
             return
         handle = self._keep(match)
+        pages = self._tree.pages(handle)[claim.first_page :]
+        if any(np.isin(pages, filling).any() for filling in self._filling):
+            self._drop(handle)
+            self._early.append(claim)
+            return
         self._loans[claim.name] = LentPages(handle, self._parts.limits.num_ranks)
-        self._order(Lend(name=claim.name, pages=self._tree.pages(handle)[claim.first_page :].tobytes()))
+        self._order(Lend(name=claim.name, pages=pages.tobytes()))
 
     def _returned(self, name: bytes) -> None:
         if (loan := self._loans.get(name)) is not None:
@@ -307,6 +327,8 @@ class HandoverPlanner(PlannerFeature):
         self._pages.num_kept -= len(self._loans) + len(self._offers)
         for held in (self._loans, self._offers, self._waiting, self._answered, self._landings, self._requested):
             held.clear()
+        self._filling.clear()
+        self._early.clear()
         self._is_open, self._crowded = False, -1
         return sequences
 

@@ -73,6 +73,7 @@ class HandoverRank(RankFeature):
             receive=self._received,
             most_bytes=MESSAGE_BYTES + options.group_kb * 1024 + self._page_bytes,
             rank=self._rank,
+            group_bytes=max(options.group_kb * 1024, self._page_bytes),
         )
         self._transfer = context.plugins.build(context.plugins.names[TRANSFER], transfer_context, PageCarrier)
 

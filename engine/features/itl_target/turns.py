@@ -37,9 +37,9 @@ class RowTurns:
             self._turn()
 
     def completed(self) -> None:
-        """Note the end of a step, and begin another turn if it was the last of one."""
+        """Note the end of a step, and begin another turn if it was the last of one or all other rows have left."""
         self._num_steps_left -= 1
-        if self._num_steps_left <= 0:
+        if self._num_steps_left <= 0 or (self._out and not len(self._decodes)):
             self._turn()
 
     def left(self, row: int) -> None:

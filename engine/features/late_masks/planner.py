@@ -26,6 +26,7 @@ class LateMasks(PlannerFeature):
         self._completions = parts.completions
         self._slow: set[int] = set()
         self._out: set[int] = set()  # of the slow ones
+        self._late: set[int] = set()  # as the last result says
         self._last_of: dict[int, int] = {}  # row -> the last step planned when a request left it
 
     def attach(self, step: StepBuilder) -> None:
@@ -38,14 +39,12 @@ class LateMasks(PlannerFeature):
 
         A rank may still name a row whose request has left it, and which another one has got since."""
         told, last_of = msgspec.msgpack.decode(part, type=tuple[int, ...]), self._last_of
-        late = [row for row in told if done.step_id > last_of.get(row, -1)]
-        if late and not self.is_on:
+        self._late = {row for row in told if done.step_id > last_of.get(row, -1)}
+        if self._late and not self.is_on:
             self.is_on = True
             self._features.refresh()
-        for row in late:
-            if row in self._decodes.rows:
-                self._sit_out(row)
-        for row in sorted(self._out.difference(late)):
+        self._keep_out()
+        for row in sorted(self._out - self._late):
             if (last := self._table.last_step[row]) <= done.step_id:
                 self._join(row)
                 if last == done.step_id:
@@ -54,21 +53,28 @@ class LateMasks(PlannerFeature):
 
     def completed(self, record: InFlight, seconds: float) -> None:
         """Return all rows if nothing else is to do."""
+        self._keep_out()
         self._join_if_idle()
 
     def left(self, row: int) -> None:
         """Forget a row, and return the others if it was the last that decodes: it may have been retracted."""
-        self._slow.discard(row)
-        self._out.discard(row)
+        for rows in (self._slow, self._out, self._late):
+            rows.discard(row)
         self._last_of[row] = self._completions.last_completed + len(self._completions.in_flight)
+        self._keep_out()
         self._join_if_idle()
 
     def reset(self) -> list[Sequence]:
         """Forget all rows."""
-        self._slow.clear()
-        self._out.clear()
+        for rows in (self._slow, self._out, self._late):
+            rows.clear()
         self._last_of.clear()
         return []
+
+    def _keep_out(self) -> None:
+        """Take out the late rows that decode: another feature may have returned them."""
+        for row in sorted(self._late):
+            self._sit_out(row)
 
     def _sit_out(self, row: int) -> None:
         self._slow.add(row)
@@ -84,6 +90,7 @@ class LateMasks(PlannerFeature):
 
     def _join(self, row: int) -> None:
         self._out.discard(row)
+        self._late.discard(row)
         self._decodes.join(row)
 
 

@@ -4,16 +4,16 @@ Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wan
 Owns: which slot each row reads, what is in the slots, that other steps run as if there were no adapters.
 Does not know: what the products compute, which slot an adapter gets, names.
 
-A step with an adapter runs without graphs.  After attention its last layer computes only wanted rows, so the
+A step of prompts with an adapter runs without graphs.  After attention its last layer computes only wanted rows, so the
 products there get other rows.  Ranks agree on whether all could read an adapter, or they would sample apart.
 """
 
 import json
-import logging
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.checkpoints.fields import Fields
 from engine.checkpoints.shape import MatrixRows
-from engine.execution.captured_steps import CapturedDecodes, CapturedModel
+from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Decoded
 from engine.features.lora.files import (
     NAME,
     Adapter,
@@ -37,6 +37,8 @@ from engine.features.lora.files import (
     tensor_name,
 )
 from engine.features.lora.layers import AdaptedRows, AdaptedWeight
+from engine.features.lora.reader import AdapterReader
+from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
 from engine.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from engine.layers.packing import PackedWeight
@@ -46,10 +48,11 @@ from engine.messages import Step
 from engine.models.decoder import Decoder
 from engine.models.hybrid_layer import HybridLayer
 from engine.models.model import Model
+from engine.sampling.captured import SamplingVariant
 from engine.types.errors import WeightsError
 
-log = logging.getLogger(__name__)
-
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 PLACEMENTS = msgspec.msgpack.Decoder(list[Placement])
 
 
@@ -66,11 +69,15 @@ class _AdapterPlace:
     inputs: slice
     outputs: slice
 
-    def put(self, slot: int, a_RI: Tensor, b_OR: Tensor) -> None:
-        """Fill a slot with this part of the module's matrices."""
+    def cut(self, a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this part of the module's matrices, the second one transposed."""
         rows, groups = self.rows, b_OR.unflatten(0, (self.rows.groups, -1))
         b_CR = groups[:, rows.first : rows.first + rows.count // rows.groups].flatten(0, 1)
-        self.weight.put(slot, self.matrix, a_RI[:, self.inputs], b_CR[self.outputs])
+        return a_RI[:, self.inputs], b_CR[self.outputs].t()
+
+
+ReadPart = tuple[_AdapterPlace, Tensor, Tensor]
+"""A place of a module, and its part of the module's matrices, the second one scaled and transposed."""
 
 
 class RankAdapters:
@@ -84,9 +91,14 @@ class RankAdapters:
         self._dtype = decoder.dtype
         self._device = decoder.device
         self._slot_of_row = np.zeros(max_rows, dtype=np.int64)
+        self._num_slots = num_slots
+        self._sent_M = torch.full((max_rows,), -1, dtype=torch.int64, device=decoder.device)
+        self._sent = b""
         self._lost: dict[int, str] = {}
-        self._slots_T: npt.NDArray[np.int64] | None = None
-        self._rows, self._last_rows = AdaptedRows(), AdaptedRows()
+        self.reader = AdapterReader(self._read, comm.rank)
+        self._slots_T: Int64 | None = None
+        by_kernels = choose_kernels(decoder.device) is not None
+        self._rows, self._last_rows = AdaptedRows(by_kernels=by_kernels), AdaptedRows(by_kernels=by_kernels)
         self._weights: list[AdaptedWeight] = []
         self._places: defaultdict[str, list[_AdapterPlace]] = defaultdict(list)
         last = len(decoder.layers) - 1
@@ -136,7 +148,7 @@ class RankAdapters:
             for one in PLACEMENTS.decode(part):
                 self._slot_of_row[one.row] = one.slot
                 if one.adapter is not None:
-                    self._fill(one.slot, one.adapter)
+                    self._fill(one.slot, one.adapter, is_read=one.is_read)
         rows = np.frombuffer(step.decode_rows, dtype=np.int32)
         lengths = np.ones(len(rows), dtype=np.int64)
         if step.prefill_rows:
@@ -169,6 +181,21 @@ class RankAdapters:
         self._rows.set(on_device_T, first, end, self._dtype)
         self._last_rows.set(on_device_T if wanted_N is None else on_device_T[wanted_N], first, end, self._dtype)
 
+    def begin_captured(self, num_rows: int) -> None:
+        """Set the adapters for a step that is captured: those that ``send`` will have sent."""
+        slots_B = self._sent_M[:num_rows]
+        for rows in (self._rows, self._last_rows):
+            rows.set(slots_B, 0, self._num_slots, self._dtype)
+
+    def send(self) -> None:
+        """Send the slots of the step's rows to where captured steps read them, unless they are there."""
+        assert self._slots_T is not None, "the step has no adapters"
+        slots_M = np.full(len(self._slot_of_row), -1)
+        slots_M[: len(self._slots_T)] = self._slots_T - 1
+        if (key := slots_M.tobytes()) != self._sent:
+            self._sent_M.copy_(upload((slots_M,), self._device)[0])
+            self._sent = key
+
     def end(self) -> None:
         """Clear the adapters: no product adds one until the next ``begin``."""
         self._rows.clear()
@@ -176,27 +203,34 @@ class RankAdapters:
 
     # ---- files ------------------------------------------------------------------------------
 
-    def _fill(self, slot: int, adapter: Adapter) -> None:
-        reason = ""
-        try:
-            self._read(slot - 1, adapter)
-        except Exception:  # the files are not what they were when they were checked
-            log.exception("adapter %s cannot be read", adapter.path)
-            reason = "the adapter of this request can no longer be read; the server log has the details"
+    def _fill(self, slot: int, adapter: Adapter, *, is_read: bool) -> None:
+        """Put an adapter into a slot.  is_read: all ranks have it, and so none can fail."""
+        self._lost.pop(slot, None)
+        if is_read:
+            self._put(slot - 1, self.reader.take(adapter))
+            return
+        found, reason = self.reader.read(adapter)
+        self._put(slot - 1, found or [])
         if self._comm.size > 1:
             all_fine = self._comm.all_gather(torch.tensor([not reason], dtype=torch.float32, device=self._device), 0)
             if not reason and all_fine.min() == 0:
                 reason = "the adapter of this request can no longer be read by another rank, whose log has the details"
-        self._lost.pop(slot, None)
         if reason:
             self._lost[slot] = reason
 
-    def _read(self, slot: int, adapter: Adapter) -> None:
+    def _put(self, slot: int, parts: list[ReadPart]) -> None:
         for weight in self._weights:
             weight.empty(slot)
+        for place, a_RI, b_RO in parts:
+            place.weight.put(slot, place.matrix, a_RI, b_RO)
+
+    @torch.inference_mode()
+    def _read(self, adapter: Adapter) -> list[ReadPart]:
+        """Return an adapter's matrices and their places; called on any thread.  Raises WeightsError."""
         config, stored = read_files(Path(adapter.path))
         if digest_of(config, stored) != adapter.digest:
             raise WeightsError(f"{adapter.path}: its files have changed; load it again")
+        parts: list[ReadPart] = []
         fields, tensors = Fields(json.loads(config), adapter.path), load(stored)
         for own, places in self._places.items():
             named = (one for one in self._names.spellings(own) if tensor_name(one, "A") in tensors)
@@ -209,7 +243,11 @@ class RankAdapters:
             if not (a_RI.isfinite().all() and b_OR.isfinite().all()):
                 raise WeightsError(f"{adapter.path}: {name} has numbers that are not finite in {self._dtype}")
             for place in places:
-                place.put(slot, a_RI, b_OR)
+                cut = place.cut(a_RI, b_OR)
+                if self._device.type == "cuda":
+                    cut = cut[0].contiguous().pin_memory(), cut[1].contiguous().pin_memory()
+                parts.append((place, *cut))
+        return parts
 
 
 class AdaptedModel:
@@ -240,16 +278,55 @@ class AdaptedModel:
             self._adapters.end()
 
 
+class CapturedAdapters:
+    """The model with adapters, as it is captured: a replay reads which row has which from the device."""
+
+    def __init__(self, plain: Decoder, adapters: RankAdapters) -> None:
+        self._plain = plain
+        self._adapters = adapters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def hidden(self, step: StepTensors) -> Tensor:
+        """Return x of all rows."""
+        self._adapters.begin_captured(len(step.token_ids_T))
+        try:
+            return self._plain.hidden(step)
+        finally:
+            self._adapters.end()
+
+
+@runtime_checkable
+class DecodesOfModels(Protocol):
+    """Captured decode steps of several models, by name."""
+
+    models: Mapping[str, Model]
+
+    def launch(self, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant, model: str = "") -> Decoded:
+        """Queue a step (``CapturedDecodes.launch``) of one of the models."""
+        ...
+
+
 class AdaptedDecodes:
-    """Captured decode steps, for steps without an adapter; other attributes are those of the captured steps."""
+    """Captured decode steps, with an adapter if that was captured; other attributes are those of the captured steps."""
 
     def __init__(self, captured: CapturedDecodes, adapters: RankAdapters) -> None:
         self._captured = captured
         self._adapters = adapters
+        several = isinstance(captured, DecodesOfModels) and NAME in captured.models
+        self._of_models = cast("DecodesOfModels", captured) if several else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._captured, name)
 
     def fits(self, num_rows: int) -> bool:
-        """Return whether there is a captured step for so many rows, none of which has an adapter."""
-        return not self._adapters.in_step and self._captured.fits(num_rows)
+        """Return whether there is a captured step for so many rows, with their adapters if they have any."""
+        return (self._of_models is not None or not self._adapters.in_step) and self._captured.fits(num_rows)
+
+    def launch(self, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant) -> Decoded:
+        """Queue the step (``CapturedDecodes.launch``)."""
+        if self._of_models is None or not self._adapters.in_step:
+            return self._captured.launch(rows_N, lengths_N, variant)
+        self._adapters.send()
+        return self._of_models.launch(rows_N, lengths_N, variant, NAME)

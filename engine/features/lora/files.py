@@ -71,11 +71,14 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """The slot that a new row reads.  adapter: what the slot gets before, unless it has it."""
+    """The slot that a new row reads.  adapter: what the slot gets before, unless it has it.
+
+    is_read: every rank has answered that it has read the adapter, and keeps it for this step."""
 
     row: int
     slot: int
     adapter: Adapter | None = None
+    is_read: bool = False
 
 
 class Product(NamedTuple):

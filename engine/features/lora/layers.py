@@ -7,10 +7,12 @@ Owns: the stacked matrices and the two products with them.  Does not know: files
 All slots' A are one matrix, so one product sends all rows through all adapters in use.  A row keeps the numbers of its
 own adapter and has zeros for the others, so one product with all slots' B adds the right update to each row.  SGMV
 (Chen et al. 2023) and similar methods avoid the superfluous work by special kernels; for few adapters of low rank it is
-a small part of the layer's time, and it needs only the matrix products that every device has.
+a small part of the layer's time, and it needs only the matrix products that every device has.  Where this project's
+kernels run, each row is multiplied by its own adapter alone (``engine/kernels/adapters.py``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +24,26 @@ from engine.layers.packing import PackedWeight
 class AdaptedRows:
     """The adapter of each row of a product's input.
 
-    first, end: range of the slots in use.  reads_TS1 is None if no row has an adapter."""
+    first, end: range of the slots in use.  slots_T is None if no row has an adapter.
+    by_kernels: whether kernels read ``slots_T``; without them products read ``reads_TS1``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_kernels: bool = False) -> None:
+        self.by_kernels = by_kernels
         self.first = self.end = 0
+        self.slots_T: Tensor | None = None
         self.reads_TS1: Tensor | None = None
 
     def set(self, slots_T: Tensor, first: int, end: int, dtype: torch.dtype) -> None:
         """Set each row's slot.  slots_T: below 0 for no adapter.  first, end: a range that holds all slots in use."""
-        self.first, self.end = first, end
+        self.first, self.end, self.slots_T = first, end, slots_T
+        if self.by_kernels:
+            return
         numbers_S = torch.arange(first, end, device=slots_T.device)
         self.reads_TS1 = (slots_T[:, None] == numbers_S).to(dtype)[:, :, None]
 
     def clear(self) -> None:
         """Set all rows to no adapter."""
-        self.reads_TS1 = None
+        self.slots_T = self.reads_TS1 = None
 
 
 class AdaptedWeight:
@@ -62,9 +69,18 @@ class AdaptedWeight:
         self._rank = max_rank
         # On a CPU a slot takes memory only when an adapter is put there.
         self._a_SPRI = torch.zeros(num_slots, len(outputs), max_rank, inputs, device=device, dtype=dtype)
-        self._b_PCO = [torch.zeros(num_slots * max_rank, size, device=device, dtype=dtype) for size in outputs]
         ends = [sum(outputs[: index + 1]) for index in range(len(outputs))]
         self._places = [slice(end - size, end) for end, size in zip(ends, outputs, strict=True)]
+        self._add: Callable[..., Tensor] | None = None
+        if not rows.by_kernels:
+            self._b_PCO = [torch.zeros(num_slots * max_rank, size, device=device, dtype=dtype) for size in outputs]
+            return
+        from engine.kernels.adapters import add_adapters, output_tiles  # triton is needed for them
+
+        b_CO = torch.zeros(num_slots * max_rank, sum(outputs), device=device, dtype=dtype)
+        self._b_PCO = [b_CO[:, place] for place in self._places]
+        b_SRO, tiles = b_CO.view(num_slots, max_rank, -1), output_tiles(list(outputs), device)
+        self._add = partial(add_adapters, a_SPRI=self._a_SPRI, b_SRO=b_SRO, tiles=tiles)
 
     @property
     def nbytes(self) -> int:
@@ -82,18 +98,24 @@ class AdaptedWeight:
         for b_CO in self._b_PCO:
             b_CO[slot * self._rank : (slot + 1) * self._rank].zero_()
 
-    def put(self, slot: int, matrix: int, a_RI: Tensor, b_OR: Tensor) -> None:
-        """Fill an emptied slot for one of the merged matrices.  b_OR is scaled already; R is the adapter's own rank."""
+    def put(self, slot: int, matrix: int, a_RI: Tensor, b_RO: Tensor) -> None:
+        """Fill an emptied slot for one of the merged matrices.  b_RO is scaled already; R is the adapter's own rank.
+
+        Matrices in page-locked memory are copied without a wait; torch keeps it until an event that follows the copy.
+        """
         rank, first = len(a_RI), slot * self._rank
-        self._a_SPRI[slot, matrix, :rank].copy_(a_RI)
-        self._b_PCO[matrix][first : first + rank].copy_(b_OR.t())
+        self._a_SPRI[slot, matrix, :rank].copy_(a_RI, non_blocking=True)
+        self._b_PCO[matrix][first : first + rank].copy_(b_RO, non_blocking=True)
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return the product with the adapters' updates (``PackedWeight``)."""
         y_TO = self.plain(x_TI, bias_O)
         rows = self._rows
-        if rows.reads_TS1 is None:
+        if rows.slots_T is None:
             return y_TO
+        if self._add is not None:
+            return self._add(y_TO, x_TI, rows.slots_T)
+        assert rows.reads_TS1 is not None
         a_SPRI = self._a_SPRI[rows.first : rows.end]
         num_slots, num_matrices, rank, inputs = a_SPRI.shape
         h_TSPR = F.linear(x_TI, a_SPRI.view(-1, inputs)).view(-1, num_slots, num_matrices, rank)

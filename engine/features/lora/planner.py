@@ -1,6 +1,7 @@
 """LoRA in the planner: which adapter lies in which slot of the executors, and which rows read it.
 
 Owns: a planner's slots, and the slots and adapters in a step.  Does not know: what an adapter computes, names, files.
+A sequence whose adapter is in no slot is held until the executors have read its files, while steps of others run.
 """
 
 from functools import partial
@@ -9,10 +10,13 @@ from typing import Final
 import msgspec
 
 from engine.features.lora.files import NAME, Adapter, Placement
+from engine.features.lora.messages import AdapterRead
+from engine.features.lora.readings import Readings
 from engine.features.lora.settings import LoraSettings
 from engine.features.lora.slots import AdapterSlots
-from engine.messages import Admit, StepDone
+from engine.messages import Admit, Failed, FeatureAnswer, FeatureRequest, Finish, StepDone
 from engine.plugins.features import FeatureContext
+from engine.scheduling.events import Why
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import StepBuilder
@@ -27,16 +31,55 @@ class LoraPlanner(PlannerFeature):
     part = NAME
 
     def __init__(self, parts: PlannerParts, num_slots: int) -> None:
-        self._table = parts.table
-        self._completions = parts.completions
+        self._parts = parts
         self._slots = AdapterSlots(num_slots)
+        self._readings = Readings(num_slots, parts.limits.num_ranks)
         self._of_row: dict[int, int] = {}
-        self._to_place: dict[int, Adapter] = {}  # by row that the next step admits
+        self._to_place: dict[int, tuple[Adapter, bool]] = {}  # by row that the next step admits
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         if (part := message.parts.get(NAME)) is not None:
             sequence.weights = part.digest
             sequence.notes[NAME] = Adapter.of(part)
+
+    def hold(self, sequence: Sequence) -> Why | None:
+        """Let the executors read the sequence's adapter, unless it is in a slot or read."""
+        adapter = sequence.notes.get(NAME)
+        if adapter is None or self._slots.holds(adapter) or self._readings.want(sequence, adapter):
+            return None
+        return "weights"
+
+    def outgoing(self) -> list[FeatureRequest]:
+        return self._readings.outgoing()
+
+    def received(self, message: FeatureAnswer) -> None:
+        """Take one rank's answer.  The last one gives sequences back to the queue, or ends them."""
+        if message.feature != NAME:
+            return
+        reason = AdapterRead.of(message).reason
+        sequences = self._readings.answered(message.number, reason)
+        if not reason:
+            self._give_back(sequences)
+            return
+        requests, error = self._parts.requests, RequestError(reason, status=500, code="adapter_lost")
+        for sequence in sequences:
+            requests.end(sequence, Finish.ERROR, len(sequence.tokens))
+            requests.outbox.append(Failed.of(sequence.request_id, error))
+
+    def _give_back(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._parts.prefills.wait(sequence)
+
+    def num_held(self) -> int:
+        """Return the number of sequences that wait for their adapters."""
+        return self._readings.num_held
+
+    def forget(self, sequence: Sequence) -> bool:
+        return self._readings.leave(sequence.request_id)
+
+    def ended(self, sequence: Sequence) -> None:
+        if NAME in sequence.notes:
+            self._readings.leave(sequence.request_id)
 
     def has_room(self, sequence: Sequence) -> bool:
         """Return whether there is a slot for the sequence's adapter, if it has one."""
@@ -49,14 +92,16 @@ class LoraPlanner(PlannerFeature):
             return
         self._of_row[sequence.row], is_new = self._slots.take(sequence.row, adapter)
         if is_new:
-            self._to_place[sequence.row] = adapter
+            is_read, waiting = self._readings.placed(adapter)
+            self._to_place[sequence.row] = (adapter, is_read)
+            self._give_back(waiting)
 
     def attach(self, step: StepBuilder) -> None:
         """Add the slots of new rows to the step, and adapters that the executors lack."""
         if not self._of_row:
             return
         placed = [
-            Placement(one.row, self._of_row[one.row], self._to_place.pop(one.row, None))
+            Placement(one.row, self._of_row[one.row], *self._to_place.pop(one.row, ()))
             for one in step.admissions
             if one.row in self._of_row
         ]
@@ -69,8 +114,8 @@ class LoraPlanner(PlannerFeature):
         for row in lost:  # also for rows that have ended meanwhile: the slot does not hold the adapter
             self._slots.forget(row)
         for row, reason in lost.items():
-            if self._table.running[row]:
-                self._completions.fail(row, RequestError(reason, status=500, code="adapter_lost"))
+            if self._parts.table.running[row]:
+                self._parts.completions.fail(row, RequestError(reason, status=500, code="adapter_lost"))
         return bool(lost)
 
     def released(self, row: int) -> None:
@@ -87,7 +132,7 @@ class LoraPlanner(PlannerFeature):
         self._slots = AdapterSlots(self._slots.num_slots)
         self._of_row.clear()
         self._to_place.clear()
-        return []
+        return self._readings.clear()
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:

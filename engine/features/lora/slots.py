@@ -34,6 +34,10 @@ class AdapterSlots:
         """Return whether ``take`` would find a slot: one that has the adapter, or one that no row reads."""
         return any(slot.digest == adapter.digest or not slot.rows for slot in self._slots)
 
+    def holds(self, adapter: Adapter) -> bool:
+        """Return whether a slot has the adapter."""
+        return any(slot.digest == adapter.digest for slot in self._slots)
+
     def take(self, row: int, adapter: Adapter) -> tuple[int, bool]:
         """Let a row read the adapter, for which there is room.  Return the slot, and whether it must be filled."""
         slot = next((one for one in self._slots if one.digest == adapter.digest), None)

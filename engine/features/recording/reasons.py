@@ -17,6 +17,7 @@ WAITS: dict[Why, str] = {
     "aside": "waits for a prefix that another request is computing",
     "fetch": "waits for pages from the store",
     "encode": "waits for its pictures",
+    "weights": "waits until its adapter is read",
 }
 
 

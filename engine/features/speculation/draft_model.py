@@ -3,11 +3,14 @@
 Owns: how they are put together, how much of the rank's memory they take.  Does not know: steps, why it was chosen.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from msgspec import structs
+from torch import Tensor
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.quantization import MXFP4
@@ -20,7 +23,7 @@ from engine.features.speculation.drafting import Drafter
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
 from engine.models.loader import load_model
-from engine.models.model import build_model
+from engine.models.model import Model, build_model
 from engine.plugins.families import read_model
 from engine.plugins.support.paging import new_pool, page_bytes
 from engine.plugins.weight_type import with_weight_type
@@ -51,22 +54,14 @@ class RankDraft:
         self._config, self._spec = with_weight_type(self._config, self._read_spec(Path(draft.path)))
         config, section = self._config, self._config.model
         self._device, self._dtype = device, dtype
-        room = fair_share(free_bytes(device), context.place, comm, device)
+        self._comm, self._place = comm, context.place
         try:
             plan = build_model(self._spec.shape, comm, torch.device("meta"), dtype)
         except ConfigError as error:
             raise ConfigError(f"the draft model {draft.path}: {error}") from None
-        self.model = load_model(
-            self._spec,
-            comm,
-            device,
-            dtype,
-            load_format=section.load_format,
-            seed=config.device.seed,
-            progress=context.progress,
-            linears=choose_linears(config, self._spec, plugins, plan, device),
-            check_room=lambda needed: check_weights(self._spec, needed, dtype, room, comm.size),
-        )
+        self._linears = choose_linears(config, self._spec, plugins, plan, device)
+        self.model = self._load(self._spec, progress=context.progress)
+        self._has_weights = True
         self._kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
         spec, kv = self.model.attention_spec, config.kv
         self._attention = RankAttention(plugins, spec, kv.page_size, device, dtype, kv.layout, self._kv_dtype)
@@ -76,6 +71,48 @@ class RankDraft:
 
     def _read_spec(self, directory: Path) -> ModelSpec:
         return read_model(directory, self._config.plugins, self._config.model)
+
+    def _load(self, spec: ModelSpec, *, progress: bool = False) -> Model:
+        device, dtype, comm, section = self._device, self._dtype, self._comm, self._config.model
+        room = fair_share(free_bytes(device), self._place, comm, device)
+        return load_model(
+            spec,
+            comm,
+            device,
+            dtype,
+            load_format=section.load_format,
+            seed=self._config.device.seed,
+            progress=progress,
+            linears=self._linears,
+            check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
+        )
+
+    def with_weights(self, target: ModelSpec) -> Callable[[], None] | None:
+        """Read the weights that go with others of the model: its own layer, or what was freed; None for nothing.
+
+        Return the function that puts them in the place of the present ones."""
+        directory = self._directory(target)
+        if directory is None:
+            return None
+        _, spec = with_weight_type(self._config, self._read_spec(directory))
+        return partial(self._take_over, self._load(spec), has_weights=True)
+
+    def _directory(self, target: ModelSpec) -> Path | None:
+        """Return the checkpoint to read beside other weights of the model; None for none."""
+        return None if self._has_weights else Path(self._draft.path)
+
+    def without_weights(self) -> None:
+        """Free the weights."""
+        empty = build_model(self._spec.shape, self._comm, torch.device("meta"), self._dtype)
+        self._take_over(empty, has_weights=False)
+
+    def _take_over(self, other: Model, *, has_weights: bool) -> None:
+        vars(self.model).update(vars(other))  # what others have set of it stays
+        self._has_weights = has_weights
+
+    def page_memory(self) -> tuple[Tensor, ...]:
+        """Return the memory of its own pool."""
+        return () if self._own is None else (self._own[0].by_page,)
 
     def needs(self, model: Needs, max_len: int) -> Needs:
         """Return what must stay free for both models, of which one computes at a time.  model: the model's own needs.

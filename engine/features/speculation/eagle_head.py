@@ -3,6 +3,7 @@
 Owns: how they are put together, the table from the head's tokens to the model's.  Does not know: steps.
 """
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from engine.checkpoints.shards import read_shards
 from engine.execution.features import RankContext
 from engine.execution.rows import DeviceRows
 from engine.features.speculation.draft_model import RankDraft
+from engine.features.speculation.fitting import stores
 from engine.features.speculation.head_drafting import HeadDrafter, KeptStates
 from engine.features.speculation.head_files import TO_MODEL, EagleHeadShape, read_eagle_head
 from engine.features.speculation.head_model import StatesHead
@@ -24,6 +26,8 @@ from engine.layers.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.scheduling.proposer import DraftModel
 from engine.types.errors import WeightsError
+
+log = logging.getLogger(__name__)
 
 
 class RankHead(RankDraft):
@@ -47,6 +51,15 @@ class RankHead(RankDraft):
         if self._draft.is_part:
             return read_mtp_head(directory, self._config.plugins, self._config.model)
         return read_eagle_head(directory)
+
+    def _directory(self, target: ModelSpec) -> Path | None:
+        own, is_read = target.shape.predictor, self._config.model.load_format == "safetensors"
+        if not self._draft.is_part or own is None:
+            return super()._directory(target)
+        if is_read and not stores(target, own):
+            log.warning("%s has no tensors %s.*: the layer that drafts stays as it was", target.directory, own.stem)
+            return super()._directory(target)
+        return target.directory
 
     def prepare(self, num_pages: int) -> None:
         model = self._target

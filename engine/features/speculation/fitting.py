@@ -95,7 +95,7 @@ def fitting_part(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
         reason = f"{spec.architecture} is not one of callboard's own families, or generates no text; {other}"
     elif own is None:
         reason = f"no layer of {spec.architecture} predicts one token further; {other}"
-    elif config.model.load_format == "safetensors" and not _stores(spec, own):
+    elif config.model.load_format == "safetensors" and not stores(spec, own):
         reason = f"its files have no tensors {own.stem}.*, which programs that write one may leave out; {other}"
     else:
         log.info("multi-token prediction: %s of the model, up to %d tokens at a time", own.stem, draft.num_tokens)
@@ -103,8 +103,8 @@ def fitting_part(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
     raise PluginError(f"plugin {plugin}: {spec.directory} cannot draft for itself: {reason}")
 
 
-def _stores(spec: ModelSpec, own: PredictorShape) -> bool:
-    """Return whether a checkpoint has the layer.  That of a GGUF file is not read."""
+def stores(spec: ModelSpec, own: PredictorShape) -> bool:
+    """Return whether a checkpoint has the layer of its model.  That of a GGUF file is not read."""
     if (spec.directory / LINK).exists():
         return False
     stored = text_tensors(spec.config["architectures"][0], read_shards(spec.directory))

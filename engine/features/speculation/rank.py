@@ -6,12 +6,13 @@ A proposer that runs in the planner has nothing on a rank: its tokens are in the
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 import torch
 
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
@@ -66,6 +67,18 @@ class DraftRank(SpeculationRank):
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
         """Build the drafter over the draft's pool."""
         self._drafter = self._draft.drafter(self._context.rows, self._context.spec.vocab_size)
+
+    def with_weights(self, spec: ModelSpec) -> Callable[[], None] | None:
+        """Read the model's own layer again, or a draft that was freed."""
+        return self._draft.with_weights(spec)
+
+    def without_weights(self) -> None:
+        """Free the draft's weights."""
+        self._draft.without_weights()
+
+    def page_memory(self) -> Sequence[torch.Tensor]:
+        """Return the draft's own pool."""
+        return self._draft.page_memory()
 
     def apply(self, step: Step) -> Step:
         """Draft the tokens that the step names.  A step that is launched again in parts has lost them."""

@@ -87,6 +87,10 @@ class StatesRank(RankFeature):
             raise ConfigError(f"{asked} cannot be allocated ({error}); lower it") from None
         log.info("rank %d snapshots of states on the host: %d, %.1f MB", self._comm.rank, self._num_on_host, size / 1e6)
 
+    def page_memory(self) -> Sequence[Tensor]:
+        """Return the snapshots on the device."""
+        return (self._snapshots,)
+
     def apply(self, step: Step) -> Step:
         """Make the copies before the step."""
         self._copy(copies_of(step).before)

@@ -192,8 +192,6 @@ class WeightsPlanner(PlannerFeature):
             self._leave_rows("retract")
             assert self._table.num_free == len(self._table.sequences), "rows have pages that are given back"
             self._forget_pages()
-            for pages_lost in self._parts.features.pages_lost if loses_pages else ():
-                pages_lost()
             self._ask(FreeMemory(tuple(sorted(self.given_back))), "free")
         return True
 
@@ -292,6 +290,8 @@ class WeightsPlanner(PlannerFeature):
         """Empty the cache, unless rows or features keep their pages, and what features have fetched."""
         if self._table.num_free == len(self._table.sequences) and not self._parts.pages.num_kept:
             self._parts.pages.forget()
+            for pages_lost in self._parts.features.pages_lost:
+                pages_lost()
         for sequence in [*self._parts.requests.open.values()]:
             if sequence.row >= 0:
                 continue

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -65,6 +65,7 @@ class WeightsRank(RankFeature):
         self._sinks = context.model.attention_spec.sinks
         self._present = self._read = Weights()
         self._next: Model | None = None
+        self._followers: list[Callable[[], None]] = []
         self._whole: CapturedDecodes | None = None
         self._num_models = 0
         self._has_weights = True
@@ -108,7 +109,7 @@ class WeightsRank(RankFeature):
     def _follow(self, request: Request) -> None:
         match request:
             case LoadWeights(weights):
-                self._read, self._next = Weights(), None
+                self._drop()
                 self._next = self._load(weights)
                 self._read = weights
             case Switch(number):
@@ -116,11 +117,16 @@ class WeightsRank(RankFeature):
                     raise WeightsError(f"weights {number} have not been read, but {self._read.number}")
                 if self._next is not None:
                     self._take_over(self._next)
-                self._present, self._next, self._has_weights = self._read, None, True
+                for follow in self._followers:
+                    follow()
+                self._present, self._next, self._followers, self._has_weights = self._read, None, [], True
             case Drop():
-                self._read, self._next = Weights(), None
+                self._drop()
             case FreeMemory(tags):
                 self._free(*tags)
+
+    def _drop(self) -> None:
+        self._read, self._next, self._followers = Weights(), None, []
 
     def _free(self, *tags: Tag) -> None:
         """Give memory back to the system.  Raises WeightsError if it stays."""
@@ -131,10 +137,14 @@ class WeightsRank(RankFeature):
             self._check_fixed()
             model = build_model(context.spec.shape, context.comm, torch.device("meta"), context.dtype)
             self._take_over(model, describes=False)
+            for feature in context.features:
+                feature.without_weights()
             self._has_weights = False
         if "kv_cache" in tags:
-            for pool in self._pools:
-                _give_back(pool.by_page)
+            states = () if context.states is None else (context.states.data,)
+            of_features = (memory for feature in context.features for memory in feature.page_memory())
+            for memory in (*(pool.by_page for pool in self._pools), *states, *of_features):
+                _give_back(memory)
         release_freed()
 
     def _load(self, weights: Weights) -> Model | None:
@@ -155,6 +165,8 @@ class WeightsRank(RankFeature):
                 f"{spec.directory}: a start computes it in {dtype}, not {context.dtype}; set model.dtype"
             )
         model = context.reload(spec)
+        others = (feature.with_weights(spec) for feature in context.features)
+        self._followers = [one for one in others if one is not None]
         self._check_files(spec, weights)  # again: they may have changed while they were read
         self._check_sinks(model)
         return model
@@ -194,7 +206,7 @@ class WeightsRank(RankFeature):
 
     def close(self) -> None:
         """Wait for the thread."""
-        self._next = None
+        self._drop()
         self._thread.shutdown(cancel_futures=True)
 
     def leave(self) -> None:

@@ -87,12 +87,13 @@ class Sources:
 
     def keep(self, present: Weights) -> None:
         """Forget all that was made or received but for the present weights."""
-        directory = Path(present.directory)
-        if self._made is not None:
-            for old in Path(self._made.name).iterdir():
-                if old != directory:
-                    shutil.rmtree(old)
-        self._memory.keep(linked(directory) if present.directory else set())
+        directory, places = Path(present.directory), set[Path]()
+        for old in [] if self._made is None else [*Path(self._made.name).iterdir()]:
+            if old == directory:
+                places = linked(directory)  # a checkpoint that is not made here has no memory, and may be gone
+            else:
+                shutil.rmtree(old)
+        self._memory.keep(places)
 
     def close(self) -> None:
         """Remove the checkpoints that were made here, which have links alone, and let the memory go."""

@@ -1,8 +1,10 @@
-"""Small sums in one launch: every rank reads all ranks' parts from memory shared between the GPUs of a machine.
+"""Sums in one launch: ranks read each other's parts from memory shared between the GPUs of a machine.
 
 The sum of a decode step has some hundred kilobytes, for which NCCL's ring or tree takes several trips.  One-shot, each
-rank adds all parts itself, in the order of ranks, so all have the same bits.  Tensors that are larger, of another dtype
-or not contiguous go through NCCL, and so do all if the memory is not available.
+rank adds all parts itself, in the order of ranks, so all have the same bits; it reads as many times the bytes as there
+are ranks.  Two-shot, for some megabytes, each rank adds a share of the numbers and gives it to all: whatever its order
+is, all have the bits of that rank.  Tensors that are larger, of another dtype or not contiguous go through NCCL, and so
+do all if the memory is not available.
 
 Legend: S bytes of the largest sum
 Owns: the choice of the way of a sum.  Does not know: NCCL (``torch.py``), the calling layers.
@@ -32,9 +34,11 @@ ALIGNMENT = 16  # bytes per load of the kernel
 class SymmetricOptions(TorchCommOptions, frozen=True):
     """Options of the plugin, with those of NCCL.
 
-    one_shot_kb: the largest sum that is done in one launch; beyond it NCCL moves less data."""
+    one_shot_kb: the largest sum that each rank computes whole.
+    two_shot_kb: the largest sum of which each rank computes a share, beyond that; then NCCL."""
 
-    one_shot_kb: int = 512
+    one_shot_kb: int = 256
+    two_shot_kb: int = 8192
 
 
 class SharedMemory(Protocol):
@@ -48,8 +52,10 @@ class SharedMemory(Protocol):
 class PeerMemory:
     """Symmetric memory of torch, between GPUs that can map each other's memory."""
 
-    def __init__(self, store: Store, context: CommContext, num_bytes: int) -> None:
-        """Allocate the memory, on all ranks together.  Raises RuntimeError or AttributeError if it is unavailable."""
+    def __init__(self, store: Store, context: CommContext, num_bytes: int, one_shot_bytes: int) -> None:
+        """Allocate the memory, on all ranks together.  Raises RuntimeError or AttributeError if it is unavailable.
+
+        one_shot_bytes: the largest sum that each rank computes whole."""
         from torch.distributed._symmetric_memory import _SymmetricMemory as Memory  # not in every build
 
         self._group = context.rendezvous  # unique among the groups of the process
@@ -57,11 +63,18 @@ class PeerMemory:
         device = torch.device("cuda", torch.cuda.current_device())
         self._buffer_S = Memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         Memory.rendezvous(self._buffer_S, self._group)
-        self._sum = torch.ops.symm_mem.one_shot_all_reduce_copy_out.default
+        self._one_shot_bytes = one_shot_bytes
+        self._one_shot: Callable[..., object] = torch.ops.symm_mem.one_shot_all_reduce_copy_out.default
+        self._two_shot: Callable[..., object] = torch.ops.symm_mem.two_shot_all_reduce_.default
 
     def sum_into(self, tensor: Tensor) -> None:
         shared = self._buffer_S[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self._sum(shared, tensor, "sum", self._group, tensor)
+        if tensor.nbytes <= self._one_shot_bytes:
+            self._one_shot(shared, tensor, "sum", self._group, tensor)
+            return
+        shared.copy_(tensor)  # the kernel begins with a barrier of all ranks
+        self._two_shot(shared, "sum", self._group)
+        tensor.copy_(shared)  # before this rank's next barrier, behind which others may write here again
 
 
 class SymmetricComm:
@@ -70,7 +83,7 @@ class SymmetricComm:
     def __init__(self, library: TorchComm, share: Callable[[], SharedMemory], limit: int, device: str) -> None:
         """Set up the group, on all ranks together.
 
-        library: for all other collectives.  share: allocates the memory, or raises.  limit: bytes of a sum."""
+        library: for all other collectives.  share: allocates the memory, or raises.  limit: bytes of a sum there."""
         self.rank, self.size = library.rank, library.size
         self.capturable = library.capturable
         self._library = library
@@ -100,9 +113,10 @@ class SymmetricComm:
         self._library.close()
 
     def _fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor can be summed in one launch; the answer is the same on every rank."""
+        """Whether a tensor can be summed in shared memory; the answer is the same on every rank."""
         num_bytes = tensor.nbytes
-        whole = 0 < num_bytes <= self._limit and num_bytes % ALIGNMENT == 0
+        # A multiple of the ranks' loads: two-shot, all shares are then equal.
+        whole = 0 < num_bytes <= self._limit and num_bytes % (ALIGNMENT * self.size) == 0
         return whole and tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
@@ -113,9 +127,11 @@ def callboard_comm(context: CommContext) -> SymmetricComm:
     if context.device != "cuda":
         raise PluginError(f"{NAME} connects NVIDIA GPUs, not {context.device!r}; set plugins.comm=torch")
     library = TorchComm(context, options)
-    limit = options.one_shot_kb << 10
+    one_shot_bytes = options.one_shot_kb << 10
+    limit = max(one_shot_bytes, options.two_shot_kb << 10)
 
     def share() -> SharedMemory:
-        return PeerMemory(PrefixStore("symmetric", library.store), context, max(limit, ALIGNMENT))
+        store = PrefixStore("symmetric", library.store)
+        return PeerMemory(store, context, max(limit, ALIGNMENT), one_shot_bytes)
 
     return SymmetricComm(library, share, limit, context.device)

@@ -5,4 +5,4 @@ from typing import Final
 from engine.plugins.kind import new_kind
 
 TRANSFER: Final = "transfer"
-KIND: Final = new_kind(TRANSFER, "transfer", "shared_memory tcp", moves_pages=True)
+KIND: Final = new_kind(TRANSFER, "transfer", "shared_memory tcp nixl mooncake", moves_pages=True)

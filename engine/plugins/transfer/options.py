@@ -3,11 +3,14 @@
 Owns: their defaults.  Does not know: how a carrier works.
 """
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
 from engine.plugins.options import Options
+from engine.types.errors import PluginError
+
+FRAME_BYTES: Final = 4096  # of a message beside its pages
 
 
 class CarrierOptions(Options, frozen=True, kw_only=True):
@@ -26,3 +29,13 @@ class CarrierOptions(Options, frozen=True, kw_only=True):
     lent_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     group_kb: Annotated[int, Meta(ge=1)] = 1024
     buffer_mb: Annotated[int, Meta(ge=1)] = 256
+
+
+def check_ring(plugin: str, ring_mb: int, group_bytes: int) -> None:
+    """Raise PluginError for a ring that no group of pages fits: every one of its messages would be lost."""
+    if ring_mb << 20 < group_bytes + FRAME_BYTES:
+        least = -(-(group_bytes + FRAME_BYTES) >> 20)
+        raise PluginError(
+            f"{plugin}: ring_mb={ring_mb} has no room for a group of pages of {group_bytes} bytes; set ring_mb to at "
+            f"least {least}, or group_kb and kv.page_size lower"
+        )

@@ -11,5 +11,6 @@ class TransferChoice(Addition, frozen=True):
     table: ClassVar[str] = "plugins"
 
     transfer: Annotated[str, key(
-        "Carrier of KV pages between engines: shared_memory, tcp; 'none' is no other engine", changed="executors"
+        "Carrier of KV pages between engines: shared_memory, tcp, nixl, mooncake; 'none' is no other engine",
+        changed="executors",
     )] = "none"

@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from engine.plugins.hookspecs import TransferContext, hookimpl
 from engine.plugins.options import decode_options
-from engine.plugins.transfer.options import CarrierOptions
+from engine.plugins.transfer.options import CarrierOptions, check_ring
 from engine.types.errors import PluginError
 
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["fcntl"]}
@@ -192,4 +192,5 @@ def callboard_transfer(context: TransferContext) -> SharedMemoryTransfer:
     options = decode_options("transfer.shared_memory", context.options, SharedMemoryOptions)
     auto = f"/dev/shm/callboard-{os.getuid()}"  # noqa: S108
     folder = Path(auto if options.path == "auto" else options.path).expanduser()
+    check_ring("transfer.shared_memory", options.ring_mb, context.group_bytes)
     return SharedMemoryTransfer(context, options.name, folder, options.ring_mb << 20)

@@ -275,6 +275,8 @@ def _sentence(part: TimeShare, told: Explained, others: str, max_running: int) -
             return "It waited for pages from the store."
         case "encode":
             return "It waited until its pictures were encoded."
+        case "weights":
+            return "It waited until its adapter was read from its files."
         case "prefill":
             missed = sum(told.missed.values())
             gone = f" {missed} pages of it had been cached and were evicted." if missed else ""

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -22,6 +23,8 @@ from server.extensions.replicas.secret import FleetSecret
 log = logging.getLogger(__name__)
 
 END_S = 20.0
+STEADY_S = 60.0  # an engine that lives so long has started well
+MOST_PAUSE_S = 60.0
 
 
 class EngineStart(msgspec.Struct, frozen=True):
@@ -48,6 +51,8 @@ class LocalFleet:
         self._config = msgspec.json.decode(config_of_replicas(msgspec.structs.replace(config, limits=limits)))
         self._folder = tempfile.TemporaryDirectory(prefix="callboard-", dir="/dev/shm")
         self._stopped = [False] * size
+        self._num_failed = [0] * size  # ends in a row, each soon after a start
+        self._started_at = [0.0] * size
         self._processes = [self._start(number) for number in range(size)]
 
     def _start(self, number: int) -> "subprocess.Popen[bytes]":
@@ -55,6 +60,7 @@ class LocalFleet:
         options = {"path": self._folder.name, **options, "name": f"replica{number}"}
         more = {"plugins": {"transfer": "shared_memory", "options": {"transfer.shared_memory": options}}}
         config = build_config(build_config(Config(), self._config), more)
+        self._started_at[number] = time.monotonic()
         start = EngineStart(msgspec.json.encode(config).decode(), self._digest)
         process = subprocess.Popen(
             [sys.executable, "-m", "server.extensions.handover.engine_main"],
@@ -68,9 +74,13 @@ class LocalFleet:
         return process
 
     async def url(self, number: int) -> str:
-        """Returns where an engine listens; starts it if it has ended."""
+        """Returns where an engine listens; starts it if it has ended: later each time that it ends soon."""
         if self._processes[number].poll() is not None and not self._stopped[number]:
-            log.warning("engine %d ended with code %d; it is started again", number, self._processes[number].returncode)
+            code, after_s = self._processes[number].returncode, self._pause_s(number)
+            log.warning("engine %d ended with code %d; it is started again in %g s", number, code, after_s)
+            await asyncio.sleep(after_s)
+            if self._stopped[number]:
+                return ""
             self._end(number)
             self._processes[number] = self._start(number)
         process = self._processes[number]
@@ -84,6 +94,12 @@ class LocalFleet:
             return ""
         process.url = line.decode().strip()  # type: ignore[attr-defined]
         return str(line.decode().strip())
+
+    def _pause_s(self, number: int) -> float:
+        """Return the time until an engine that has ended is started again."""
+        lived_s = time.monotonic() - self._started_at[number]
+        failed = self._num_failed[number] = self._num_failed[number] + 1 if lived_s < STEADY_S else 0
+        return float(min(MOST_PAUSE_S, 2 ** (failed - 1))) if failed else 0.0
 
     async def stop(self, number: int) -> None:
         """End an engine."""

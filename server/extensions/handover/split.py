@@ -25,6 +25,7 @@ from server.http.exchange import EXCHANGE
 from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.proxy.passage import Passage
+from server.proxy.pieces import BodyPieces
 from server.proxy.proxy import MORE_HEADERS, Delivery, Proxy, sent_on
 from server.proxy.replica import Replica, State
 
@@ -74,13 +75,15 @@ class SplitReplicas(Replicas):
 class SplitProxy(Proxy):
     """Sends each prompt to an engine that computes it before another one answers."""
 
-    async def send_on(self, request: web.Request, body: bytes, passage: Passage | None = None) -> web.StreamResponse:
+    async def send_on(
+        self, request: web.Request, body: bytes, passage: Passage | None = None, blocks: list[bytes] | None = None
+    ) -> web.StreamResponse:
         """Send a request on, as ``Proxy`` does, after its prompt has been computed."""
         declared = request[EXCHANGE].operation
         request[MORE_HEADERS] = NO_WISH
         if declared is not None and declared.generates and len(body) >= LEAST_BODY:
             request[MORE_HEADERS] = await self._prefilled(request, body)
-        return await super().send_on(request, body, passage)
+        return await super().send_on(request, body, passage, blocks)
 
     async def go_on(self, delivery: Delivery, blocks: list[bytes]) -> web.StreamResponse:
         """Let another engine go on with a stream, with the pages of the one that is drained."""
@@ -117,7 +120,7 @@ class SplitProxy(Proxy):
         headers.update(HandoverHeader(offer=name, id=name).as_headers())
         try:
             async with self._session.post(
-                f"{url}{request.rel_url.raw_path_qs}", headers=headers, data=body, allow_redirects=False
+                f"{url}{request.rel_url.raw_path_qs}", headers=headers, data=BodyPieces((body,)), allow_redirects=False
             ) as answer:
                 await answer.read()
                 return answer.status == 200

@@ -12,3 +12,5 @@ def add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--on", choices=["ray"], help=on)
     fleet = "name of replicas that outlive this router: others with the same one send requests to them too"
     serve.add_argument("--fleet", metavar="NAME", help=fleet)
+    share = "with --fleet: other routers of it may listen on the same port, such as one for each core"
+    serve.add_argument("--share-port", action="store_true", help=share)

@@ -37,6 +37,8 @@ class ReplicasExtension(Extension):
             route.more_parts = parts_of
 
     def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
+        if parsed.share_port and parsed.fleet is None:
+            raise ConfigError("--share-port is for routers of one fleet; name it with --fleet")
         if parsed.replicas is None and parsed.on is None and parsed.fleet is None:
             return None
         from server.extensions.replicas.ray_fleet import serve_on_ray
@@ -46,7 +48,8 @@ class ReplicasExtension(Extension):
         if parsed.replicas is None:
             given = f"--on {parsed.on}" if parsed.fleet is None else f"--fleet {parsed.fleet}"
             raise ConfigError(f"{given} runs replicas; --replicas N says how many")
-        return Serving(lambda: serve_on_ray(config, parsed.replicas, parsed.fleet), "replicas", (config,))
+        size, fleet, shares_port = parsed.replicas, parsed.fleet, parsed.share_port
+        return Serving(lambda: serve_on_ray(config, size, fleet, shares_port=shares_port), "replicas", (config,))
 
 
 EXTENSION = ReplicasExtension()

@@ -36,12 +36,14 @@ STOP_TIMEOUT_S = 30.0
 LOOK_EVERY_S = 0.1
 
 
-def serve_on_ray(config: Config, size: int, name: str | None = None) -> None:
-    """Serve until stopped, as the router of so many replicas.  name: of those that it shares.  Raises ConfigError."""
+def serve_on_ray(config: Config, size: int, name: str | None = None, *, shares_port: bool = False) -> None:
+    """Serve until stopped, as the router of so many replicas.  name: of those that it shares.  Raises ConfigError.
+
+    shares_port: with other routers."""
     read_keys(config.server)
     if config.placement.ingress == "process":
         raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
-    with bind(config.server.host, config.server.port) as listener:
+    with bind(config.server.host, config.server.port, is_shared=shares_port) as listener:
         fleet = RayFleet(config, size) if name is None else SharedFleet(config, size, name)
         where = url_of(listener, config.server.scheme)
         print(f"router of {size} replicas at {where}; GET /replicas says how they are", flush=True)

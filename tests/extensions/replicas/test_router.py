@@ -388,7 +388,9 @@ async def test_clients_do_not_speak_as_routers_do() -> None:
     async with routed() as one:
         headers = {"Content-Type": f"{ROUTED_TYPE.upper()}; charset=utf-8"}
         for path in ("/v1/completions", "/tokenize"):
-            async with one.client.post(path, data=Passage(b'{"stream": true}').body(), headers=headers) as response:
+            async with one.client.post(
+                path, data=b"".join(Passage(b'{"stream": true}').pieces()), headers=headers
+            ) as response:
                 assert response.status == 415
         assert not any(fake.bodies for fake in one.fleet.replicas)
 

@@ -3,10 +3,12 @@
 import random
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from engine.features.itl_target.turns import TURN, divided
+from engine.features.late_masks.planner import LateMasks
 from engine.messages import Step
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of, segments
 
@@ -118,3 +120,44 @@ def test_shares_are_equal_but_for_what_a_tenant_does_not_want() -> None:
     assert divided(9, {"a": 1, "b": 20, "c": 20}) == {"a": 1, "b": 4, "c": 4}
     assert divided(2, {"a": 1, "b": 20, "c": 20}) == {"a": 1, "b": 1, "c": 1}
     assert divided(100, {"a": 1, "b": 20, "c": 20}) == {"a": 1, "b": 20, "c": 20}
+
+
+def late(bench: Bench, *requests: int) -> None:
+    """Deliver a step's result, which says that the masks of these requests are late."""
+    rows = [bench.planner.table.request_ids.tolist().index(request) for request in requests]
+    parts = {LateMasks.part: msgspec.msgpack.encode(rows)}
+    bench.device.done[0] = msgspec.structs.replace(bench.device.done[0], parts=parts)
+    bench.now += BASE_S + PER_ROW_S
+    bench.deliver()
+
+
+def test_a_row_whose_mask_is_late_when_its_turn_comes_stays_out() -> None:
+    bench = begin(MANY)
+    for _ in range(20):
+        timed(bench)
+    bench.plan()
+    waiting = sorted(set(range(1, 10)) - set(decoded(bench, bench.steps[-1])))
+    for _ in range(10 * TURN):
+        late(bench, *waiting[:3])
+        bench.plan()
+        assert not set(decoded(bench, bench.steps[-1])) & set(waiting[:3])
+    bench.deliver()
+    bench.finish()
+    assert bench.streams == bench.expected
+
+
+@pytest.mark.parametrize("num_steps", range(20, 20 + TURN))
+def test_rows_return_when_the_masks_of_all_others_are_late(num_steps: int) -> None:
+    bench = begin(MANY)
+    for _ in range(num_steps):
+        timed(bench)
+    bench.plan()
+    for _ in range(TURN):
+        chosen = decoded(bench, bench.steps[-1])
+        late(bench, *chosen)
+        bench.plan()
+        assert decoded(bench, bench.steps[-1])
+        assert not set(decoded(bench, bench.steps[-1])) & set(chosen)
+    bench.deliver()
+    bench.finish()
+    assert bench.streams == bench.expected

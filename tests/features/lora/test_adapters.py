@@ -80,7 +80,7 @@ def test_every_row_gets_its_own_adapter_and_no_other(dtype: torch.dtype) -> None
     for slot in range(slots):
         for matrix in range(2):
             rank = 2 + matrix + slot % 2  # less than there is room for
-            weight.put(slot, matrix, a[slot, matrix, :rank], b[matrix][slot, :, :rank])
+            weight.put(slot, matrix, a[slot, matrix, :rank], b[matrix][slot, :, :rank].t())
             a[slot, matrix, rank:] = 0
     weight.empty(2)
     a[2] = 0

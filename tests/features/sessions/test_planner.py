@@ -67,6 +67,7 @@ def test_leases_find_more_of_agents_prompts_than_lru() -> None:
     assert found(lease) > found(lru) + 0.02
 
 
+@pytest.mark.slow
 def test_a_pool_that_leases_fill_serves_all() -> None:
     """Prompts have up to 15,000 tokens, and the pool 20,000: nothing waits for a lease to end."""
     result = replayed("lease", 600)

@@ -164,6 +164,12 @@ def test_who_cannot_draft_is_refused_by_name(directory: Path, tmp_path: Path) ->
     pooling = edited(directory, tmp_path / "labels", architectures=["LlamaForSequenceClassification"])
     with pytest.raises(PluginError, match="name a model that generates text"):
         engine(directory, pooling)
+    for variant in ("qwen3-5", "granite4-hybrid", "lfm2"):
+        recurrent = save(build(variant), tmp_path / variant)
+        with pytest.raises(
+            PluginError, match=r"cannot draft for .*recurrent layers, whose states .*name another model"
+        ):
+            engine(directory, recurrent)
     with pytest.raises(PluginError, match=r"proposer.draft_model.*path"):
         engine(directory, None, plugins={"proposer": "draft_model"})
 

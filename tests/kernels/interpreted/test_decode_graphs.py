@@ -33,10 +33,11 @@ WISHES = (
 class Rerun:
     """A recording that is run again, not replayed; so attention must be told again what it was told at the capture."""
 
-    def __init__(self, prepare, run):
-        self._prepare, self._run = prepare, run
+    def __init__(self, breaker, prepare, run):
+        self._breaker, self._prepare, self._run = breaker, prepare, run
 
-    def replay(self):
+    def replay(self, branch):
+        self._breaker.wanted = branch
         self._prepare()
         return self._run()
 
@@ -44,10 +45,15 @@ class Rerun:
 class RerunBreaker:
     num_tokens = 0
     graphs = None
+    wanted = None  # all
 
     def record(self, size, run):
         run()
-        return Rerun(partial(self.graphs._attention.prepare, size), run)
+        return Rerun(self, partial(self.graphs._attention.prepare, size), run)
+
+    def branch(self, name, work):
+        if self.wanted in (None, name):
+            work()
 
 
 class NoGrammars:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -67,6 +69,34 @@ def test_the_sum_over_a_tokens_experts(dtype, kind, num_tokens, num_experts, num
     # What lies between the products is rounded, and so is each expert's result.
     bound = 4 * rounding(dtype) + 5e-6
     torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
+
+
+@triton.jit
+def note_tiles(found, num_tiles, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Note which tile and which columns each program has."""
+    tile, columns = kernel.near_tile(num_tiles, WIDTH, 10, AT_ONCE)
+    tl.store(found + 2 * tl.program_id(0), tile)
+    tl.store(found + 2 * tl.program_id(0) + 1, columns)
+
+
+@pytest.mark.parametrize(("num_tiles", "width"), [(1, 10), (8, 31), (19, 40), (3, 45)])
+def test_neighbours_have_tiles_that_are_near_and_each_is_done_once(num_tiles, width):
+    columns = -(-width // 10)
+    found = torch.full((num_tiles * columns, 2), -1, dtype=torch.int32)
+    note_tiles[(num_tiles * columns,)](found, num_tiles, WIDTH=width, AT_ONCE=4)
+    pairs = [tuple(one) for one in found.tolist()]
+    assert sorted(pairs) == [(tile, column) for tile in range(num_tiles) for column in range(columns)]
+    for first in range(0, len(pairs), 4 * columns):
+        assert len({tile for tile, _ in pairs[first : first + 4 * columns]}) <= 4
+
+
+def test_many_pairs_are_placed_by_larger_blocks_in_the_same_order():
+    chosen = torch.randint(0, 6, (3 * kernel.MANY_PAIRS_AT_ONCE, 1))
+    num_pairs = len(chosen)
+    order, counts = torch.empty(num_pairs, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
+    kernel.place_pairs[(6,)](chosen, order, counts, num_pairs, 0, BLOCK_P=kernel.MANY_PAIRS_AT_ONCE)
+    assert torch.equal(order.long(), chosen[:, 0].argsort(stable=True))
+    assert torch.equal(counts.long(), chosen[:, 0].bincount(minlength=6))
 
 
 def in_four_bits(num_experts: int, outputs: int, inputs: int, seed: int) -> tuple[FourBits, Tensor]:

@@ -50,6 +50,7 @@ def test_tcp_carries(tcp: TcpOptions) -> None:
     check_transfer(lambda name, context: TcpTransfer(context, named(tcp, name)), NAMES)
 
 
+@pytest.mark.slow
 def test_a_process_without_the_secret_reaches_nothing_by_tcp(tcp: TcpOptions, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("the secret of another fleet")
     with pytest.raises(ConformanceError, match="never arrives"):
@@ -68,6 +69,7 @@ class Stutterer(SharedMemoryTransfer):
         super().send(address, message, payload[1:])
 
 
+@pytest.mark.slow
 def test_the_kit_finds_a_carrier_that_changes_what_it_carries(tmp_path: Path) -> None:
     (tmp_path / "rings").mkdir(mode=0o700)
 

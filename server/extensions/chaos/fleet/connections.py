@@ -16,6 +16,7 @@ from yarl import URL
 
 from engine.types.errors import CallboardError
 from server.extensions.chaos.sim.failures import SimIncorrect
+from server.proxy.pieces import BodyPieces
 
 
 class Peer(Protocol):
@@ -123,7 +124,7 @@ class SimSession:
         """Return what makes a GET."""
         return _Getting(self, url, timeout.total or 5.0)
 
-    async def request(self, method: str, url: URL, data: bytes | None = None, **_: Any) -> SimAnswer:
+    async def request(self, method: str, url: URL, data: BodyPieces | None = None, **_: Any) -> SimAnswer:
         """Send a request and return the beginning of its answer."""
         name = url.host or ""
         if method == "POST" and name in self._gone:
@@ -133,7 +134,8 @@ class SimSession:
         if not peer.is_reachable:
             self._gone |= {name} if method == "POST" else set()
             raise aiohttp.ClientConnectionError(f"nothing answers at {name}")
-        answer = await peer.answer(method, url.raw_path_qs, data or b"")
+        body = b"" if data is None else await data.as_bytes()
+        answer = await peer.answer(method, url.raw_path_qs, body)
         if url.path == "/ready" and answer.status == 200:
             self._gone.discard(name)
         return answer

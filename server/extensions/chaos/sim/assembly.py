@@ -74,6 +74,7 @@ def assemble(
         num_pages=setup.num_pages,
         overlap=setup.overlap,
         step_s=setup.step_s,
+        row_s=setup.row_s,
         load_s=setup.load_s,
         read_s=setup.store_read_s,
         seed=scenario.seed,

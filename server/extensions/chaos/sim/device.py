@@ -20,6 +20,7 @@ from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.features.late_masks.planner import LateMasks
 from engine.features.lora.files import NAME as LORA
 from engine.features.lora.files import Placement
+from engine.features.lora.messages import AdapterRead, ReadAdapter
 from engine.features.speculation.messages import DRAFTED, drafted_part, proposals_of
 from engine.features.speculation.messages import NAME as SPECULATION
 from engine.kv.node import chained
@@ -415,8 +416,9 @@ class DeviceBroken(Exception):
 class SimExecutor(Actor[ExecutorInbox]):
     """Runs steps in order, each for a while; at most ``overlap`` are queued.
 
-    step_s, read_s: mean duration of a step, and of reading a page from the store.  A step's effects are made when it
-    begins or when it ends, by luck: a device makes them somewhere between."""
+    step_s, row_s, read_s: mean duration of a step, what each row that decodes adds to it, and the duration of reading
+    a page from the store.  A step's effects are made when it begins or when it ends, by luck: a device makes them
+    somewhere between."""
 
     def __init__(
         self,
@@ -426,6 +428,7 @@ class SimExecutor(Actor[ExecutorInbox]):
         num_pages: int,
         overlap: int,
         step_s: float,
+        row_s: float,
         load_s: float,
         read_s: float,
         seed: int,
@@ -435,6 +438,7 @@ class SimExecutor(Actor[ExecutorInbox]):
         self._num_pages = num_pages
         self._overlap = overlap
         self._step_s = step_s
+        self._row_s = row_s
         self._load_s = load_s
         self._read_s = read_s
         self._seed = seed
@@ -458,7 +462,7 @@ class SimExecutor(Actor[ExecutorInbox]):
 
     def handle(self, message: ExecutorInbox) -> None:
         if isinstance(message, FeatureRequest):
-            self._fetch(FetchPages.of(message))
+            self._read(message) if message.feature == LORA else self._fetch(FetchPages.of(message))
             return
         if not isinstance(message, Step):
             raise SimulatedCrash(f"{self.name} crashes by a fault of the plan")
@@ -469,6 +473,19 @@ class SimExecutor(Actor[ExecutorInbox]):
             raise SimIncorrect(f"{len(self._steps)} steps in flight, at most {self._overlap} were agreed")
         if len(self._steps) == 1:
             self._begin()
+
+    def _read(self, message: FeatureRequest) -> None:
+        """Answer when an adapter is read, which takes as long as a page of the store."""
+        if not self._is_up or ReadAdapter.of(message).drop:
+            return
+        life, read_s = self._num_lives, self._read_s * 2 * luck(self._seed, 0xA, message.number)
+
+        def answer() -> None:
+            if life == self._num_lives:
+                assert self._scheduler is not None
+                self._scheduler.put(AdapterRead().message(rank=0, number=message.number))
+
+        asyncio.get_running_loop().call_later(read_s, answer)
 
     def _fetch(self, message: FetchPages) -> None:
         """Answer when all is read or time is over, whichever is first."""
@@ -528,7 +545,8 @@ class SimExecutor(Actor[ExecutorInbox]):
             if self._result is None:
                 return
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._step_s * (0.5 + draw), self._end)
+        rows_s = self._row_s * len(ints(step.decode_rows))
+        self._timer = loop.call_later((self._step_s + rows_s) * (0.5 + draw), self._end)
 
     def _end(self) -> None:
         loop = asyncio.get_running_loop()

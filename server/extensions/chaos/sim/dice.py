@@ -33,6 +33,8 @@ from server.extensions.chaos.sim.scenario import (
 )
 
 MAX_SALTS = 3
+MANY_ROWS = 12
+LONG_OUTPUT = 90
 WITH_STATES = 1_000_000
 """From this seed on, models have states: the scenario is that of the seed so much less, but for what they rule out."""
 
@@ -268,10 +270,33 @@ class _Draw:
         rng = random.Random(f"tenants {self.seed}")
         if rng.random() >= 0.2:
             return setup
+        weights = rng.choice(((10, 1), (3, 1)))
         for number, op in enumerate(self.ops):
             if isinstance(op, Submit):
-                self.ops[number] = replace(op, tenant=rng.choices(("greedy", "calm"), (10, 1))[0])
-        return replace(setup, policy="fair")
+                self.ops[number] = replace(op, tenant=rng.choices(("greedy", "calm"), weights)[0])
+        setup = replace(setup, policy="fair")
+        return setup if rng.random() < 0.5 else self._crowded(setup, rng)
+
+    def _crowded(self, setup: SimSetup, rng: random.Random) -> SimSetup:
+        """An engine in which many rows decode at once, for long, and each makes a step longer: they take turns."""
+        submits = {number: op for number, op in enumerate(self.ops) if isinstance(op, Submit)}
+        for number, op in submits.items():
+            self.ops[number] = replace(op, at=op.at * 0.2, max_tokens=rng.randint(10, LONG_OUTPUT), ignore_eos=True)
+        longest = max(len(op.prompt) for op in submits.values()) + LONG_OUTPUT
+        step_s = min(setup.step_s, 20.0 / (len(submits) * longest))
+        row_s = step_s * rng.choice((0.5, 0.75))
+        return replace(
+            setup,
+            num_pages=MANY_ROWS * -(-longest // setup.page_size),
+            max_running=MANY_ROWS,
+            max_step_tokens=max(setup.max_step_tokens, 4 * MANY_ROWS),
+            max_len=1024,
+            max_requests=64,
+            max_queued_tokens=10**6,
+            step_s=step_s - row_s,
+            row_s=row_s,
+            itl_target_s=row_s,
+        )
 
     # ---- faults -----------------------------------------------------------------------------
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
+import engine.features.itl_target.turns as turns_module
 import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
 from engine.features.host_tier.tier import Transfer
 from engine.features.host_tier.tree import TieredTree
+from engine.features.itl_target.turns import RowTurns
 from engine.features.kv_store.planner import StorePlanner
 from engine.features.kv_store.records import PageRecords
 from engine.features.late_masks.planner import LateMasks
@@ -456,6 +458,32 @@ def late_rows_outlive_the_device(_: Callable[..., list[Sequence]]) -> Callable[.
     return lambda self: []
 
 
+def a_late_row_comes_back_with_its_turn(_: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: LateMasks, record: InFlight, seconds: float) -> None:
+        self._join_if_idle()
+
+    return mutant
+
+
+def a_turn_never_ends(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self: None
+
+
+def who_waited_least_has_the_next_turn(turn: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: RowTurns) -> None:
+        self._out = dict(reversed(self._out.items()))
+        turn(self)
+
+    return mutant
+
+
+def a_tenant_with_few_rows_has_no_share(divided: Callable[..., dict[str, int]]) -> Callable[..., dict[str, int]]:
+    def mutant(most: int, wanted: dict[str, int]) -> dict[str, int]:
+        return {**divided(most, wanted), min(wanted, key=lambda one: (wanted[one], one)): 0}
+
+    return mutant
+
+
 MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_page_is_freed_twice: (PageManager, "release"),
     a_page_leaks_when_a_row_is_released: (PageManager, "release"),
@@ -506,6 +534,10 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_late_row_is_woken_before_its_step_is_done: (LateMasks, "take"),
     a_late_row_comes_back_after_its_end: (LateMasks, "left"),
     late_rows_outlive_the_device: (LateMasks, "reset"),
+    a_late_row_comes_back_with_its_turn: (LateMasks, "completed"),
+    a_turn_never_ends: (RowTurns, "completed"),
+    who_waited_least_has_the_next_turn: (RowTurns, "_turn"),
+    a_tenant_with_few_rows_has_no_share: (turns_module, "divided"),
     a_loss_blames_at_once: (Quarantine, "note_loss"),
     suspects_run_together: (Quarantine, "first"),
     a_cancelled_request_is_never_let_go_of: (Ingress, "_has_left"),

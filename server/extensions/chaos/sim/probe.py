@@ -14,6 +14,7 @@ from engine.actors.ingress import Ingress
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
 from engine.features.host_tier.tree import TieredTree
+from engine.features.itl_target.planner import TargetPlanner
 from engine.features.kv_store.planner import StorePlanner
 from engine.features.quarantine.planner import QuarantinePlanner
 from engine.features.quarantine.suspects import Quarantine
@@ -47,6 +48,7 @@ from server.extensions.chaos.sim.liars import Everything, Liar
 from server.extensions.chaos.sim.oracle import VOCAB, Oracle, as_prompt
 from server.extensions.chaos.sim.planner_features import features_of
 from server.extensions.chaos.sim.scenario import SimSetup
+from server.extensions.chaos.sim.turn_rows import TurnRows
 
 STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
     "lru": LeastRecentlyUsed,
@@ -133,7 +135,8 @@ class Probe:
 
     mark: called with names of scarce events.  poison: called with pages that have become free.
     save: called with those that a step which has just been planned will save.
-    lose: called with the slots of states that are freed until a step is planned, with its id."""
+    lose: called with the slots of states that are freed until a step is planned, with its id.
+    overlap: the most steps in flight."""
 
     def __init__(
         self,
@@ -142,6 +145,7 @@ class Probe:
         poison: Callable[[Pages], None],
         save: Callable[[Pages], None],
         lose: Callable[[int, list[int]], None] = lambda step_id, slots: None,
+        overlap: int = 1,
     ) -> None:
         self.planner = planner
         self._mark = mark
@@ -152,6 +156,7 @@ class Probe:
         self._tree = planner.pages.tree
         self._rows = planner.table
         self._late_rows = LateRows()
+        self._turn_rows = TurnRows(overlap)
         wrap(self._allocator, "free", self._watch_free)
         wrap(self._tree, "evict", self._watch_evict)
         wrap(self._tree, "publish", self._watch_publish)
@@ -264,6 +269,13 @@ class Probe:
         """Check the rows of a step that has just been planned."""
         *before, record = self.planner._completions.in_flight
         self._late_rows.planned(step, record, before)
+        (target,) = (one for one in self.planner.features.all if isinstance(one, TargetPlanner))
+        out = target._turns._out
+        tenants = {row: one.tenant for row, one in enumerate(self._rows.sequences) if one is not None}
+        at_work = {tenant for row, tenant in tenants.items() if row not in out}
+        self._turn_rows.planned(step, {row: tenants[row] for row in out}, at_work)
+        if out:
+            self._mark("rows take turns")
 
     # ---- what is ----------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ MARKS = (
     "token after the end dropped",
     "tokens drafted",
     "masks late",
+    "rows take turns",
 )
 
 

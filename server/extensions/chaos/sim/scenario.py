@@ -22,7 +22,7 @@ ACTORS = ("tokenizer", "scheduler", "executor0", "ingress")
 
 @dataclass(frozen=True, slots=True)
 class SimSetup:
-    """One engine.  num_slots: for adapters.
+    """One engine.  num_slots: for adapters.  row_s: what each row that decodes adds to ``step_s``.
 
     store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls.
     proposer: how it lies, see ``tests/scheduling/liars.py``, '' for none.  num_proposed: what it is asked for.
@@ -58,6 +58,7 @@ class SimSetup:
     drafted: bool
     check_every: int
     weather: LinkWeather
+    row_s: float = 0.0
     num_snapshots: int = 0
     num_on_host: int = 0
     keeps: tuple[bool, bool, bool, int] = (True, True, True, 0)

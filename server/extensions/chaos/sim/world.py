@@ -149,7 +149,12 @@ class World:
         before = self.probe.planner if self.probe is not None else None
         planner = probe.build_planner(self.setup, num_pages, self.loop.time, before)
         self.probe = probe.Probe(
-            planner, self.mark, self.engine.device.poison, self.engine.device.will_save, self.engine.device.states.lose
+            planner,
+            self.mark,
+            self.engine.device.poison,
+            self.engine.device.will_save,
+            self.engine.device.states.lose,
+            self.setup.overlap,
         )
         return planner
 
