@@ -6,6 +6,7 @@ least processor time of all turns, so that other work on the machine counts litt
 
     python benchmarks/bench_blocks.py
     python benchmarks/bench_blocks.py --shape 1536x576 --rows 1 8 --formats Q4_1 --turns 200
+    python benchmarks/bench_blocks.py --layout       # laying a weight out at start, beside a copy of its bytes
 """
 
 import sys
@@ -73,8 +74,33 @@ def ggml(formats: list[str]) -> Iterator[tuple[str, Pack]]:
         yield f"{name} ggml", lambda weight, name=name: BlockWeight(backend, GGML_TYPES[name], weight)
 
 
+def layouts(formats: list[str], weight: Tensor, turns: int) -> dict[str, dict[str, float]]:
+    """Format -> least processor seconds of laying a weight out in blocks, and of a copy of its bytes."""
+    blocks = block_products()
+    if blocks is None:
+        sys.exit("there is no C compiler, or no AVX2: nothing is laid out in blocks")
+    stored = {name: rows_of(Format[name], weight) for name in formats}
+    least: dict[str, dict[str, float]] = {}
+    for _ in range(turns):
+        for name, rows in stored.items():
+            ways = {"layout": lambda rows=rows: StoredWeight(blocks, [rows], Parts.EXACT), "copy": rows.blocks.clone}
+            for way, make in ways.items():
+                start = time.process_time()
+                make()
+                took = time.process_time() - start
+                of = least.setdefault(name, {})
+                of[way] = min(took, of.get(way, took))
+    table = Table("format", "laid out, ms", "times a copy", "GB/s", title=f"{len(weight)}x{weight.shape[1]}")
+    for name, of in least.items():
+        rate = stored[name].blocks.nbytes / of["layout"] / 1e9
+        table.add_row(name, f"{1e3 * of['layout']:.2f}", f"{of['layout'] / of['copy']:.1f}", f"{rate:.2f}")
+    Console(width=120).print(table)
+    return least
+
+
 def main() -> None:
     parser = new_parser(__doc__)
+    parser.add_argument("--layout", action="store_true", help="time laying weights out, not products")
     parser.add_argument("--shape", default="3072x1024", help="outputs x inputs")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--formats", nargs="+", default=list(GGML_TYPES), choices=list(GGML_TYPES))
@@ -84,6 +110,9 @@ def main() -> None:
     torch.set_num_threads(1)
     outputs, inputs = map(int, given.shape.split("x"))
     weight = torch.randn(outputs, inputs) / inputs**0.5
+    if given.layout:
+        keep(given.output, {"shape": given.shape, "seconds": layouts(given.formats, weight, given.turns)})
+        return
     rings = {name: [pack(weight) for _ in range(given.ring)] for name, pack in kernels(given.formats)}
     figures: dict[str, dict[int, float]] = {name: {} for name in rings}
     for rows in given.rows:

@@ -93,8 +93,8 @@ class StepThreads:
         return [threads for threads in self._choices if step_s >= SHORT_S or threads < max(self._choices)]
 
     def _should_try(self, shape: Shape, seconds: float) -> bool:
-        """Return whether this start has not measured the number, steps have been slow for long, or another one was
-        taken long ago: than the start's, or than the greatest, since a neighbour that was busy then may be gone."""
+        """Return whether an earlier start measured the number, steps have been slow for long, or another was taken long
+        ago: than the start's, or than the greatest, since a neighbour that was busy then may be gone."""
         times = self._recent.setdefault(shape, [])
         times.append(seconds)
         if len(times) < WINDOW:

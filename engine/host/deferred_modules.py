@@ -1,7 +1,7 @@
 """Modules of torch that only its compilers and tensors without memory need, put off until something of those comes.
 
 Owns: which modules wait, and what ends the wait.  Does not know: torch, the engine.
-They are a quarter of the processor time of ``import torch``: functions in Python that return the shapes of results.
+They are a quarter of the processor time of ``import torch``: functions in Python that compute shapes of results.
 """
 
 import importlib
