@@ -1,4 +1,4 @@
-"""Where are snapshots of recurrent states worth their memory?  Turns of conversations through the real engine.
+"""The share of prompts that a live engine finds cached, and times to first token, by the policy of snapshots.
 
 The conversations of ``bench_host_tier``, whose prompts need four times the KV pool, with a host tier as large as the
 pool, go to a hybrid model with random weights, once with each policy of snapshots.  The oracle knows that a later

@@ -70,5 +70,5 @@ class Rows:
         return is_same and bool(self.states.data[others].isnan().all())
 
     def _slots(self) -> list[int]:
-        """Of the driver's sequences."""
+        """Return the slots of the driver's sequences."""
         return [MAX_SEQUENCES - 1 - number for number in range(len(self.order))]

@@ -29,16 +29,18 @@ from tests.sanitized.sanitizers import mallocs
 
 STEPS = 4
 SCALE = 0.3  # of weights, so that an error is seen in the logits
+HYBRIDS = ("qwen3_5_text", "lfm2")
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen3_5_text": "Qwen3_5", "lfm2": "Lfm2"}
 
 
 def configuration(dice: Random) -> dict[str, object]:
     """A model of a family that C decodes, with sizes by chance."""
-    family = dice.choice(("llama", "qwen2", "qwen3", "mistral"))
+    family = dice.choice(("llama", "qwen2", "qwen3", "mistral", *HYBRIDS))
     num_kv, num_layers = dice.randint(1, 3), dice.randint(1, 3)
     num_heads, head_size = num_kv * dice.randint(1, 4), 2 * dice.choice((1, 4, 5, 8, 12, 16, 32))
     config = {
         "model_type": family,
-        "architectures": [{"llama": "Llama", "mistral": "Mistral"}.get(family, family.title()) + "ForCausalLM"],
+        "architectures": [NAMES.get(family, family.title()) + "ForCausalLM"],
         "vocab_size": dice.choice((2, 17, 64, 259, 1000)),
         "hidden_size": num_heads * head_size if family == "qwen2" else dice.choice((1, 8, 24, 64, 65, 96)),
         "intermediate_size": dice.choice((1, 16, 33, 96, 130)),
@@ -59,7 +61,28 @@ def configuration(dice: Random) -> dict[str, object]:
         config["sliding_window"] = dice.choice((None, 2, 13, 40))
     if family in ("qwen2", "qwen3") and dice.random() < 0.5:
         config |= {"use_sliding_window": True, "sliding_window": dice.randint(2, 50), "max_window_layers": 1}
+    if family in HYBRIDS:
+        config |= recurrent(dice, family, num_layers)
     return config
+
+
+def recurrent(dice: Random, family: str, num_layers: int) -> dict[str, object]:
+    """The settings of layers with states, and which layers these are; one layer at least has attention."""
+    attends, other = "full_attention", "conv" if family == "lfm2" else "linear_attention"
+    kinds = [attends, *(dice.choice((attends, other, other)) for _ in range(num_layers))]
+    dice.shuffle(kinds)
+    config: dict[str, object] = {"layer_types": kinds, "num_hidden_layers": num_layers + 1, "attention_bias": False}
+    if family == "lfm2":
+        return config | {"conv_L_cache": dice.randint(2, 5), "conv_bias": dice.random() < 0.5, "norm_eps": 1e-6}
+    num_keys = dice.randint(1, 3)
+    return config | {
+        "linear_num_key_heads": num_keys,
+        "linear_num_value_heads": num_keys * dice.randint(1, 3),
+        "linear_key_head_dim": dice.choice((1, 3, 16, 20)),
+        "linear_value_head_dim": dice.choice((1, 5, 16, 70)),
+        "linear_conv_kernel_dim": dice.randint(2, 5),
+        "partial_rotary_factor": dice.choice((0.25, 0.5, 1.0)),
+    }
 
 
 def _model(folder: Path, seed: int, linear: LinearKernel, dtype: torch.dtype = torch.float32) -> Driver:

@@ -187,9 +187,13 @@ class StateTree(RadixTree):
 
     def _drop(self, node: Node) -> None:
         slot = self._snapshots.get(node)
-        if slot is not None and not self._slots.is_on_host(slot):
+        if slot is not None and not self._slots.is_on_host(slot) and not self._may_stay():
             self._leave_device(node)
         super()._drop(node)
+
+    def _may_stay(self) -> bool:
+        """Return whether a snapshot stays on the device as its pages go to the host, where no slot is free for it."""
+        return 0 < self._slots.num_host == self._slots.num_held_on_host
 
     def _detach(self, node: Node) -> None:
         self._lose_snapshot(node)

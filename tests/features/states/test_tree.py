@@ -198,12 +198,27 @@ def test_evicted_pages_come_back_from_the_host_as_far_as_their_last_state() -> N
     assert cache.restored(tokens) == (4, 104)
 
 
+def test_a_state_stays_on_the_device_if_there_is_no_slot_for_it_where_its_pages_go() -> None:
+    cache, others = Tiered(num_host_pages=6), [ids(8, seed) for seed in range(3)]
+    for tokens in others:
+        cache.insert(tokens, 2)
+    cache.tree.evict(6)
+    cache.check()
+    assert cache.slots.num_held_on_host == 2
+    assert [cache.restored(tokens)[0] for tokens in others] == [2, 2, 2]
+
+
 def test_the_host_s_worst_state_makes_room_and_the_last_one_goes_with_its_pages() -> None:
     cache, others = Tiered(num_host_pages=6), [ids(8, seed) for seed in range(4)]
     for tokens in others[:3]:
         cache.insert(tokens, 2)
     cache.tree.evict(6)
+    taken = [cache.tree.take_slot() for _ in range(4)]  # the last one is that of a node, which goes to the host
+    assert None not in taken
     assert [cache.tree.match(cache.tree.key(tokens)).num_cached for tokens in others[:3]] == [0, 2, 2]
+    for slot in taken:
+        assert slot is not None
+        cache.slots.free(slot)
     cache.insert(others[3], 2)
     cache.tree.evict(2)
-    assert [cache.restored(tokens)[0] for tokens in others] == [0, 0, 2, 2]
+    assert [cache.restored(tokens)[0] for tokens in others] == [0, 2, 2, 2]
