@@ -53,6 +53,7 @@ HOUR_S = 3600.0
 BLOCK_TOKENS = 64  # of a prompt, one hash of the router's each; text has about so many in its blocks of 256 bytes
 REPORT_S = 0.05  # until routers know what a replica holds, as ``held.LOOK_EVERY_S``
 RACK = 20
+SENT = "prefix_sent"  # as ``prefix``, with what each router has sent in place of what replicas report
 CHAT, BATCH, AGENT = "chat", "batch", "agent"
 
 
@@ -208,7 +209,9 @@ class Fleet:
 
     def _router(self) -> Replicas:
         routing: RoutingPolicy = (
-            PowerOfTwoRouting(self.rng) if self.policy == "power_of_two" else ROUTINGS[self.policy]()
+            PowerOfTwoRouting(self.rng)
+            if self.policy == "power_of_two"
+            else ROUTINGS["prefix" if self.policy == SENT else self.policy]()
         )
         fleet: Any = argparse.Namespace(size=self.arguments.replicas, headers={})
         router = Replicas(fleet, None, PrefixAffinity(), 30.0, routing)  # type: ignore[arg-type]
@@ -229,6 +232,10 @@ class Fleet:
         self._plan_faults()
         if self.arguments.start:
             self.at(15.0, self._autoscale)
+        self.drain()
+
+    def drain(self) -> None:
+        """Let all happen that is planned."""
         while self.events:
             self.now, _, what = heapq.heappop(self.events)
             what()
@@ -301,7 +308,7 @@ class Fleet:
     def _report(self, replica: SimulatedReplica, life: str) -> None:
         if not replica.is_alive or replica.held.epoch != life:
             return
-        for number, router in enumerate(self.routers):
+        for number, router in enumerate(self.routers if self.policy != SENT else ()):
             report = replica.held.report(*replica.known.get(number, ("", 0)))
             router._affinity.learn(replica.name, report)
             replica.known[number] = report.epoch, report.version
@@ -426,7 +433,7 @@ def measured_seconds(path: Path) -> Callable[[StepSize], float]:
 def main() -> None:
     """Run every policy, on two processes, and print the table."""
     parser = new_parser(__doc__)
-    parser.add_argument("--policies", nargs="+", default=list(ROUTINGS), choices=list(ROUTINGS))
+    parser.add_argument("--policies", nargs="+", default=[*ROUTINGS, SENT], choices=[*ROUTINGS, SENT])
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--routers", type=int, default=3)
     parser.add_argument("--sessions", type=float, default=1.5, help="that begin in a second")
@@ -438,7 +445,7 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=2.0, help="requests of a replica that autoscaling aims at")
     parser.add_argument("--trace", type=Path, help="a recording with measured steps")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--one", choices=list(ROUTINGS), help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=[*ROUTINGS, SENT], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(hour(arguments, arguments.one)))
@@ -475,7 +482,7 @@ def main() -> None:
     Console(width=130).print(table)
     print(f"{time.monotonic() - began:.0f} s for all of them, two at a time")
     keep(
-        arguments.json,
+        arguments.output,
         {
             "replicas": arguments.replicas,
             "routers": arguments.routers,

@@ -158,6 +158,14 @@ def test_a_port_in_use_is_one_line_and_an_exit_code_of_its_own() -> None:
         assert caught.value.exit_code == 98
 
 
+def test_a_port_is_shared_by_processes_that_all_want_that() -> None:
+    with bind("127.0.0.1", 0, is_shared=True) as one:
+        port = one.getsockname()[1]
+        bind("127.0.0.1", port, is_shared=True).close()
+        with pytest.raises(ListenError, match="is in use"):
+            bind("127.0.0.1", port)
+
+
 @pytest.mark.parametrize("host, shown", [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")])
 def test_the_address_that_is_told_can_be_opened(host: str, shown: str) -> None:
     if not socket.has_ipv6 and ":" in host:

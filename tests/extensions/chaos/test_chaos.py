@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from engine.scheduling.pages import PageManager
 from server.cli import main
 from server.extensions.chaos.bugs import ISSUES, Bug, all_bugs
 from server.extensions.chaos.campaign import hunt, shrunk
 from server.extensions.chaos.checker import main as check_file
+from server.extensions.chaos.recorded import disturbed
+from server.extensions.chaos.sim.mutants import a_page_is_freed_twice
 from server.extensions.chaos.worlds import KINDS, ROTA, kind_of
+from tests.features.recording.driver import Driver
 
 BUGS = all_bugs()
 FLEET_BUGS = [bug for bug in BUGS.values() if bug.kind == "fleet"]
@@ -75,3 +79,16 @@ def test_a_bug_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) ->
         main(["chaos", "--mutant", "nonsense"])
     assert ended.value.code == 2
     assert "there is no such bug" in capsys.readouterr().err
+
+
+def test_a_recording_is_replayed_with_faults_and_a_bug_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(tmp_path, names={"eviction": "lru", "policy": "priority"})
+    driver.run(2)
+    driver.recorder.write("test")
+    (path,) = driver.written()
+    assert disturbed(path, 0)[1].endswith("0 aborts and 0 losses of executors added")
+    found = [disturbed(path, seed) for seed in range(1, 4)]
+    assert not any(fault for fault, _ in found), found
+    assert all(" 0 aborts" not in done and " 0 losses" not in done for _, done in found), found
+    monkeypatch.setattr(PageManager, "release", a_page_is_freed_twice(PageManager.release))
+    assert any(disturbed(path, seed)[0] for seed in range(1, 4))

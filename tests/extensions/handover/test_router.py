@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -63,3 +64,14 @@ def test_two_ways_to_serve_are_refused(other: dict[str, object]) -> None:
     given = {"prefill": 1, "decode": None, "replicas": None, "on": None, "fleet": None, "target": "x", **other}
     with pytest.raises(ConfigError, match="leave out --replicas, --on and --fleet"):
         EXTENSION.serving(Namespace(**given), Config())
+
+
+def test_an_engine_that_ends_soon_is_started_later_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = object.__new__(LocalFleet)
+    fleet._started_at, fleet._num_failed = [100.0], [0]
+    monkeypatch.setattr(time, "monotonic", lambda: 105.0)
+    assert [fleet._pause_s(0) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    monkeypatch.setattr(time, "monotonic", lambda: 500.0)
+    assert fleet._pause_s(0) == 0
+    monkeypatch.setattr(time, "monotonic", lambda: 105.0)
+    assert fleet._pause_s(0) == 1

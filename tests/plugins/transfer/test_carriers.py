@@ -1,6 +1,7 @@
 """The built-in carriers of pages by the kit, which finds carriers that are wrong; what each of them refuses."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from engine.plugins.hookspecs import TransferContext
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.transfer.kit import check_transfer
-from engine.plugins.transfer.shared_memory import SharedMemoryTransfer
+from engine.plugins.transfer.shared_memory import SharedMemoryTransfer, callboard_transfer
 from engine.plugins.transfer.tcp import TcpOptions, TcpTransfer
 from engine.plugins.transfer.transfer import PageCarrier
 from engine.types.errors import PluginError
@@ -105,3 +106,11 @@ def test_tcp_names_what_is_wrong_with_its_options(tcp: TcpOptions, tmp_path: Pat
     (tmp_path / "key").write_text("a secret of these tests")
     with pytest.raises(ValueError, match="'none' is not in peers"):
         TcpTransfer(context, named(tcp, "none"))
+
+
+def test_a_ring_without_room_for_a_group_of_pages_is_refused(tmp_path: Path) -> None:
+    options = {"path": str(tmp_path / "rings"), "ring_mb": 1}
+    context = TransferContext(receive=nothing, most_bytes=1 << 20, group_bytes=1 << 20, options=options)
+    with pytest.raises(PluginError, match=r"ring_mb=1 has no room for a group of pages of 1048576 bytes.* at least 2"):
+        callboard_transfer(context)
+    callboard_transfer(replace(context, group_bytes=1 << 19)).close()
