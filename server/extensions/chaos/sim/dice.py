@@ -266,7 +266,7 @@ class _Draw:
         )
 
     def _share_out(self, setup: SimSetup) -> SimSetup:
-        """Some engines are shared by tenants, one of which asks for ten times as much.  By dice of their own."""
+        """Some engines are shared by tenants, one of which asks for more.  By dice of their own."""
         rng = random.Random(f"tenants {self.seed}")
         if rng.random() >= 0.2:
             return setup

@@ -16,6 +16,7 @@ from engine.actors.tokenizer import Tokenizer
 from engine.features.host_tier.tree import TieredTree
 from engine.features.itl_target.planner import TargetPlanner
 from engine.features.kv_store.planner import StorePlanner
+from engine.features.lora.planner import LoraPlanner
 from engine.features.quarantine.planner import QuarantinePlanner
 from engine.features.quarantine.suspects import Quarantine
 from engine.features.shared_prefix.planner import SharedPrefixPlanner
@@ -319,13 +320,15 @@ class Probe:
         return [planner.requests.open[request_id] for request_id in ids]
 
     def waiting(self) -> Iterator[Sequence]:
-        """Return the sequences without a row, but for those that stand aside to share what another one computes."""
+        """Return the sequences without a row, but for those that stand aside until something is computed or read."""
         (shared,) = (one for one in self.planner.features.all if isinstance(one, SharedPrefixPlanner))
         aside = {sequence.arrival for entries in shared._waiting.values() for _, sequence in entries}
         if aside:
             self._mark("stood aside to share")
         if self._store is not None:
             aside |= {fetch.sequence.arrival for fetch in self._store._waiting.values()}
+        for lora in (one for one in self.planner.features.all if isinstance(one, LoraPlanner)):
+            aside |= {held.arrival for read in lora._readings._all.values() for held in read.held.values()}
         return (one for one in self.planner.requests.open.values() if one.row < 0 and one.arrival not in aside)
 
     def looked_ahead(self, sequence: Sequence) -> int:
