@@ -92,7 +92,10 @@ def show(rows: list[dict[str, Any]], shape: str) -> None:
     for column in ("snapshots", "hit rate", "of the oracle's", "TTFT p50", "p95", "oracle / this, p50"):
         table.add_column(column)
     for row in rows:
-        shares = f"{row['hit_rate'] / max(best['hit_rate'], 1e-9):.1%}", f"{best['ttft_p50_ms'] / row['ttft_p50_ms']:.2f}x"
+        shares = (
+            f"{row['hit_rate'] / max(best['hit_rate'], 1e-9):.1%}",
+            f"{best['ttft_p50_ms'] / row['ttft_p50_ms']:.2f}x",
+        )
         times = f"{row['ttft_p50_ms']:.1f} ms", f"{row['ttft_p95_ms']:.1f} ms"
         table.add_row(row["policy"], f"{row['hit_rate']:.1%}", shares[0], *times, shares[1])
     Console().print(table)

@@ -16,7 +16,7 @@ from engine.kernels.panels import products
 from engine.plugins.comm.local import LocalComm
 from engine.startup import loading
 from engine.startup.model_steps import ModelSteps
-from engine.startup.thread_race import TURNS, ThreadRace, common_choices
+from engine.startup.thread_race import ThreadRace, common_choices
 from engine.types.params import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
