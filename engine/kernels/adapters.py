@@ -51,8 +51,9 @@ def add_adapters(y_TO: Tensor, x_TI: Tensor, slots_T: Tensor, a_SPRI: Tensor, b_
     block_rank = min(RANKS_AT_ONCE, max(16, triton.next_power_of_2(rank)))
     grid = (triton.cdiv(num_rows, rows), min(rows, num_slots))
     shared = {
-        "MATRICES": matrices, "RANK": rank, "BLOCK_M": rows, "BLOCK_R": block_rank, "num_warps": 4,
-        "INTERPRETED": x_TI.device.type == "cpu", "enable_fp_fusion": True, **launch_options(x_TI.device),
+        "MATRICES": matrices, "RANK": rank, "BLOCK_M": rows, "BLOCK_R": block_rank,
+        "num_warps": 4 if rows == ROWS else 8, "INTERPRETED": x_TI.device.type == "cpu", "enable_fp_fusion": True,
+        **launch_options(x_TI.device),
     }  # fmt: skip
     reduce_inputs[(*grid, matrices * triton.cdiv(rank, block_rank))](
         x_TI, slots_T, a_SPRI, h_TPR, num_rows, x_TI.stride(0), INPUTS=inputs, BLOCK_C=INPUTS_AT_ONCE, num_stages=3,

@@ -28,7 +28,7 @@ from engine.layers.four_bits import FourBits
 
 CLAMPED: Final = 3  # in addition to the kinds of ``activation.py``: alternating gates and ups (``clamped_swish``)
 PAIRS_AT_ONCE: Final = 1024
-MANY_PAIRS_AT_ONCE: Final = 4096  # where each of few rounds takes longer, in a quarter of the rounds
+MANY_PAIRS_AT_ONCE: Final = 2048  # for prompts, in half the rounds; with more, registers spill
 TILES_AT_ONCE: Final = 8  # whose programs are neighbours: they share weights, and their columns share inputs
 TILE_BYTES = 128  # of a row of a tile's inputs, a cache line
 

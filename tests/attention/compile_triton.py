@@ -60,6 +60,7 @@ CASES = [
     Case(kv_dtype="fp8_e4m3", soft_cap=50.0, sinks=True, window=1000, invariant=True),
     Case(num_heads=8, num_kv_heads=1, head_size=256, invariant=True),
     Case(num_heads=16, num_kv_heads=1, head_size=576, latent_size=512, every_candidate=True),
+    Case(num_heads=128, num_kv_heads=1, head_size=576, latent_size=512),
     Case(num_heads=40, page_size=64),
     Case(num_heads=8, num_kv_heads=8, head_size=64, page_size=1),
     Case(num_heads=32, head_size=80, page_size=32),

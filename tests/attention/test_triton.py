@@ -189,6 +189,10 @@ def test_latents_that_are_too_wide_are_refused_and_heads_share_out_what_a_progra
         backend = TritonAttention(AttentionSpec(1, num_heads, 1, 576, 1.0, latent_size=512), pool, H200)
         assert backend._constants(backend._default_decode, 0)["GROUP"] == group
         assert backend._num_groups == num_heads // group
+    pool = KVPool(1, 2, 16, 1, 576, torch.bfloat16, torch.device("cpu"), latent_size=512)
+    for num_heads, group, warps in ((128, 32, 8), (20, 20, 8), (16, 16, 4)):
+        backend = TritonAttention(AttentionSpec(1, num_heads, 1, 576, 1.0, latent_size=512), pool, H200)
+        assert (backend._group, backend._default_decode.num_warps) == (group, warps)
 
 
 def test_on_a_gpu_auto_takes_it_where_no_library_fits(

@@ -42,6 +42,22 @@ def test_any_number_of_programs(lengths: tuple[int, ...], programs: int) -> None
     check_case(rows_of(*lengths), with_programs(programs))
 
 
+@pytest.mark.parametrize(("num_heads", "group"), [(64, 32), (40, 20)])
+def test_latents_of_bfloat16_are_read_once_for_up_to_32_heads(num_heads: int, group: int) -> None:
+    found = []
+
+    def factory(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+        attention = TritonAttention(spec, pool, GpuProcessors("few", 3, 227 << 10))
+        found.append(attention._group)
+        return attention
+
+    steps = ((((70, 1), (1, 1), (17, 1)), ((5, 5), (20, 3))),)
+    check_case(
+        AttentionCase("latents", steps, "bfloat16", 4, 24, num_kv_heads=1, ratio=num_heads, latent_size=16), factory
+    )
+    assert set(found) == {group}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches_with_a_window(seed: int) -> None:
     rng = np.random.default_rng(seed)

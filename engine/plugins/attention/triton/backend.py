@@ -15,6 +15,7 @@ next start.  A long context then costs a single decode row more, as one program 
 
 import math
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -37,7 +38,8 @@ from engine.plugins.attention.triton.tuning import TileTable, nearest
 
 ROWS_AT_ONCE = 256  # rows whose lengths a program reads together
 PARTS_AT_ONCE = 16  # parts of one row
-LATENT_HEADS = 16  # most heads of a program: the least that tensor cores support
+LATENT_HEADS = 16  # heads of a program of four warps over latents: the least that tensor cores support
+MOST_LATENT_HEADS = 32  # of one of eight warps: more spill registers
 # Up to here a program merges one head, so that a long row's parts are read in parallel; beyond, launching that many
 # programs, most of them with nothing to do, takes longer.
 MAX_MERGE_PROGRAMS = 4096
@@ -68,8 +70,9 @@ class TritonAttention:
         self._group = spec.num_heads // spec.num_kv_heads
         if spec.latent_size:
             assert spec.num_kv_heads == 1, f"{spec.num_kv_heads} latents for each token"
-            # All heads read the same latents, which are wide: a few heads fill a program's registers.
-            self._group = max(one for one in range(1, LATENT_HEADS + 1) if spec.num_heads % one == 0)
+            # All heads read the same latents, which are wide: some heads fill a program's registers.
+            most = MOST_LATENT_HEADS if pool.dtype.itemsize <= 2 else LATENT_HEADS
+            self._group = max(one for one in range(1, most + 1) if spec.num_heads % one == 0)
         self._num_groups = spec.num_heads // self._group
         # The kernels use powers of 2.  A cap times the tanh of (score / cap), by a sigmoid of twice that.
         self._scale_log2 = (spec.soft_cap or spec.scale) * math.log2(math.e)
@@ -77,6 +80,8 @@ class TritonAttention:
         # The memory of tiles in a processor: float8 is converted to the queries' type there.
         itemsize = pool.dtype.itemsize
         self._default_decode = default_decode(spec.value_size, itemsize, self.processors, not pool.format.plain)
+        if spec.latent_size and self._group > LATENT_HEADS:
+            self._default_decode = msgspec.structs.replace(self._default_decode, num_warps=8, programs=1)
         self._default_prefill = default_prefill(spec.value_size, itemsize, self.processors)
         self.tuned = TileTable()
         dtype = str(slots_SGH.dtype).removeprefix("torch.")
