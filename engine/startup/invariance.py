@@ -304,7 +304,8 @@ def _newcomer(row: int, wishes: SamplingParams) -> Newcomer:
 def _logprobs(logits_NV: Tensor) -> Tensor:
     """Return log probabilities per row: of its first token and of the likeliest ones, and their ids, side by side."""
     row_N = np.arange(len(logits_NV))
-    found = batch_logprobs(logits_NV, torch.zeros_like(logits_NV[:, 0], dtype=torch.int64), row_N, row_N)
+    token_ids_N = torch.zeros_like(logits_NV[:, 0], dtype=torch.int64)
+    found = batch_logprobs(logits_NV, token_ids_N, row_N, np.ones_like(row_N))
     return torch.cat((found.chosen_L[:, None], found.top_LK, found.top_ids_LK.float()), 1)
 
 
