@@ -72,8 +72,8 @@ class SpeculationPlanner(PlannerFeature):
         again = {row: self._recomputed(row) for row in decode_rows.tolist() if row in self._overrun}
         room = self._max_step_tokens - len(decode_rows) - step.num_prompt_tokens - sum(again.values())
         drafts = self._draft(decode_rows.tolist(), room)
-        self._awaits_tokens = any(drafts.values())
         self._overrun.difference_update(drafts)
+        self._awaits_tokens = any(drafts.values()) or bool(self._overrun)  # a row that sits out may return at any time
         if not drafts:
             return
         rows = np.array(list(drafts), dtype=np.int32)
@@ -84,14 +84,14 @@ class SpeculationPlanner(PlannerFeature):
         table.num_computed[rows] += counts
         table.num_planned[rows] += counts
         step.appends.append(self._grow(rows))
-        if self._awaits_tokens:
+        if any(drafts.values()):
             self._decodes.recount()
         # Position of each proposed token: after its row's last known one.
         nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         step.decode_rows = decode_rows[~np.isin(decode_rows, rows)]
         step.inserted = Columns(rows, known - 1 - before, before + counts + 1, counts + 1)
         step.notes[NAME] = drafts
-        if self._awaits_tokens:
+        if any(drafts.values()):
             step.parts |= Proposals(
                 rows=np.repeat(rows, counts).tobytes(),
                 positions=(np.repeat(known, counts) + nth).astype(np.int32).tobytes(),

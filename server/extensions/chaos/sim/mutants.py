@@ -465,8 +465,12 @@ def a_late_row_comes_back_with_its_turn(_: Callable[..., None]) -> Callable[...,
     return mutant
 
 
-def a_turn_never_ends(_: Callable[..., None]) -> Callable[..., None]:
-    return lambda self: None
+def a_turn_never_ends(turn: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: RowTurns) -> None:
+        if not (self._out and len(self._decodes)):
+            turn(self)
+
+    return mutant
 
 
 def who_waited_least_has_the_next_turn(turn: Callable[..., None]) -> Callable[..., None]:
@@ -535,7 +539,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_late_row_comes_back_after_its_end: (LateMasks, "left"),
     late_rows_outlive_the_device: (LateMasks, "reset"),
     a_late_row_comes_back_with_its_turn: (LateMasks, "completed"),
-    a_turn_never_ends: (RowTurns, "completed"),
+    a_turn_never_ends: (RowTurns, "_turn"),
     who_waited_least_has_the_next_turn: (RowTurns, "_turn"),
     a_tenant_with_few_rows_has_no_share: (turns_module, "divided"),
     a_loss_blames_at_once: (Quarantine, "note_loss"),
