@@ -5,9 +5,8 @@ may read the memory that it registers, which is the ring of pages for others, so
 strangers.
 """
 
-from typing import Final, Literal
-
-from mooncake.engine import TransferEngine
+from importlib import import_module
+from typing import Any, Final, Literal
 
 from engine.plugins.hookspecs import TransferContext, hookimpl
 from engine.plugins.options import decode_options
@@ -30,13 +29,21 @@ class MooncakeOptions(RemoteReadOptions, frozen=True, kw_only=True):
     device: str = "auto"
 
 
+def _engine() -> Any:
+    """Return a transfer engine that has not begun.  Raises PluginError."""
+    try:
+        return import_module("mooncake.engine").TransferEngine()
+    except ImportError as error:
+        raise PluginError(f"{PLUGIN} needs the package mooncake, which cannot be imported ({error})") from None
+
+
 class MooncakeReader:
     """The transfer engine of one rank.  Raises PluginError if it cannot begin."""
 
     def __init__(self, host: str, protocol: str, device: str, ring: Memory, arrivals: Memory) -> None:
         self._arrivals = arrivals
         self._memories = ring, arrivals
-        self._engine = TransferEngine()
+        self._engine = _engine()
         if code := self._engine.initialize(host, BETWEEN_PEERS, protocol, "" if device == "auto" else device):
             raise PluginError(
                 f"{PLUGIN}: Mooncake does not begin at {host} with protocol={protocol!r} and device={device!r} "

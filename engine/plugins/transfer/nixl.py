@@ -7,9 +7,8 @@ read the memory that it registers, which is the ring of pages for others, so its
 import secrets
 import time
 from collections import OrderedDict
+from importlib import import_module
 from typing import Any, Final
-
-from nixl._api import nixl_agent, nixl_agent_config
 
 from engine.plugins.hookspecs import TransferContext, hookimpl
 from engine.plugins.options import decode_options
@@ -32,16 +31,25 @@ class NixlOptions(RemoteReadOptions, frozen=True, kw_only=True):
     backend: str = "UCX"
 
 
+def _api() -> Any:
+    """Return NIXL's interface.  Raises PluginError."""
+    try:
+        return import_module("nixl._api")
+    except ImportError as error:
+        raise PluginError(f"{PLUGIN} needs the package nixl, which cannot be imported ({error})") from None
+
+
 class NixlReader:
     """The agent of one rank.  timeout_s: longest time of a read.
 
-    Raises PluginError for a backend that is not there."""
+    Raises PluginError if the package or the backend is not there."""
 
     def __init__(self, name: str, backend: str, timeout_s: float, ring: Memory, arrivals: Memory) -> None:
         self._timeout_s = timeout_s
         self._arrivals = arrivals
         # An engine that starts again is another agent: peers may know the one before.
-        self._agent = nixl_agent(f"{name}-{secrets.token_hex(8)}", nixl_agent_config(backends=[backend]))
+        api = _api()
+        self._agent = api.nixl_agent(f"{name}-{secrets.token_hex(8)}", api.nixl_agent_config(backends=[backend]))
         if backend not in self._agent.backends:
             known = ", ".join(self._agent.plugin_list)
             raise PluginError(f"{PLUGIN}: backend={backend!r} is not in this NIXL; it has {known}")

@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 
 from engine.config import Config, build_config
-from engine.features.lora.files import Adapter
+from engine.features.lora.files import NAME, Adapter
+from engine.features.lora.messages import AdapterRead, ReadAdapter
 from engine.features.recording.recorder import RecordedScheduler, Recorder
-from engine.messages import Abort, Admit, Step
+from engine.messages import Abort, Admit, FeatureRequest, Step
 from engine.plugins.blueprint import Blueprint, BlueprintPlanners, without_secrets
 from engine.plugins.observers import Observers
 from engine.scheduling.rows import PlannerLimits
@@ -112,11 +113,15 @@ class Driver:
         for message in messages:
             self.scheduler.handle(message)
         self.scheduler.flush()
+        given = self._executor.messages[:]
+        self._executor.messages.clear()
         with mock.patch.object(fake_device, "next_token", periodic):
-            for plan in self._executor.messages:
+            for plan in given:
                 if isinstance(plan, Step):
                     self.device.run(plan)
-        self._executor.messages.clear()
+        requests = (one for one in given if isinstance(one, FeatureRequest) and one.feature == NAME)
+        if read := [AdapterRead().message(0, one.number) for one in requests if not ReadAdapter.of(one).drop]:
+            self.tell(*read)
 
     def finish_step(self) -> bool:
         """The oldest step in flight is done."""

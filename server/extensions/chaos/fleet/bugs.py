@@ -21,19 +21,19 @@ def what_a_lost_replica_held_is_remembered(_: Callable[..., None]) -> Callable[.
     return lambda self, name: None
 
 
-def a_stream_goes_on_a_token_too_early(body: Callable[..., bytes]) -> Callable[..., bytes]:
-    def mutant(self: Passage) -> bytes:
+def a_stream_goes_on_a_token_too_early(pieces: Callable[..., tuple[bytes, ...]]) -> Callable[..., tuple[bytes, ...]]:
+    def mutant(self: Passage) -> tuple[bytes, ...]:
         for choice in self._choices.values():
             choice.tokens = choice.tokens[:-4]
-        return body(self)
+        return pieces(self)
 
     return mutant
 
 
-def a_stream_begins_anew_elsewhere(body: Callable[..., bytes]) -> Callable[..., bytes]:
-    def mutant(self: Passage) -> bytes:
+def a_stream_begins_anew_elsewhere(pieces: Callable[..., tuple[bytes, ...]]) -> Callable[..., tuple[bytes, ...]]:
+    def mutant(self: Passage) -> tuple[bytes, ...]:
         self._choices.clear()
-        return body(self)
+        return pieces(self)
 
     return mutant
 
@@ -71,8 +71,8 @@ def only_one_replica_gets_all(choose: Callable[..., Replica]) -> Callable[..., R
 MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_lost_replica_is_still_chosen: (Replicas, "lose"),
     what_a_lost_replica_held_is_remembered: (PrefixAffinity, "forget"),
-    a_stream_goes_on_a_token_too_early: (Passage, "body"),
-    a_stream_begins_anew_elsewhere: (Passage, "body"),
+    a_stream_goes_on_a_token_too_early: (Passage, "pieces"),
+    a_stream_begins_anew_elsewhere: (Passage, "pieces"),
     the_count_of_a_streams_tokens_falls_behind: (Passage, "take"),
     a_replica_that_comes_back_is_not_found: (Replicas, "_find"),
     a_drained_replica_is_not_started: (Replicas, "undrain"),
