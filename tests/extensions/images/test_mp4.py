@@ -148,7 +148,7 @@ def test_a_video_in_other_apis(live: LiveServer) -> None:
     for path, content, reason in (
         ("/v1/messages", [{"type": "video", "source": {"type": "base64", "data": "AAAA"}}], "'video' is not served"),
         ("/api/chat", uri, "not valid base64"),
-        ("/api/chat", uri.partition(",")[2], "picture"),
+        ("/api/chat", data_uri(b"\0\0\0\x18ftypisom" + bytes(64), "video/mp4").partition(",")[2], "picture"),
     ):
         message = {"role": "user", "content": content}
         if path == "/api/chat":
