@@ -339,7 +339,7 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
     int64_t rows = tiles ? (T - 1) / tiles + 1 : 0;
     int64_t step = bytes ? byte_panels_of(rows) : panels_of(rows);
     int64_t steps = steps_of(weight->kind, I), row_bytes = bytes ? padded : steps * (int64_t)sizeof(float);
-    int64_t in_block = ROW_BLOCK_BYTES / (row_bytes * most) + 1;
+    int64_t in_block = row_bytes ? ROW_BLOCK_BYTES / (row_bytes * most) + 1 : tiles;  /* a weight may have no inputs */
     if (in_block > tiles) in_block = tiles;
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
