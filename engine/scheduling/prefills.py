@@ -70,7 +70,8 @@ class Prefills:
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence that waits."""
-        if not any(forget(sequence) for forget in self._features.forget):
+        held = [forget(sequence) for forget in self._features.forget]  # each: one may hold it, another one its pages
+        if not any(held):
             self.queue.remove(sequence)
 
     def clear(self) -> None:

@@ -72,8 +72,10 @@ class LateMasks(PlannerFeature):
         return []
 
     def _keep_out(self) -> None:
-        """Take out the late rows that decode: another feature may have returned them."""
-        for row in sorted(self._late):
+        """Take out the late rows that decode, and the slow ones of steps in flight: another feature may have returned
+        them."""
+        in_flight = {row for row in self._slow if self._table.last_step[row] > self._completions.last_completed}
+        for row in sorted(self._late | in_flight):
             self._sit_out(row)
 
     def _sit_out(self, row: int) -> None:

@@ -131,6 +131,22 @@ def test_who_ends_while_waiting_is_let_go_of() -> None:
     assert (bench.streams[0], bench.streams[1]) == ([], [])
 
 
+def test_pages_of_a_request_that_another_feature_holds_are_let_go_of_at_its_end() -> None:
+    """Its answer has come, and it waits for pages that another request computes."""
+    bench = Stored(max_running=4, max_step_tokens=32, prefill_chunk=16)
+    for number in range(2):
+        bench.submit(number, np.concatenate((prompt_of(60), prompt_of(8, seed=number))), max_tokens=2, ignore_eos=True)
+    first, second = bench.asked()
+    bench.answer(first), bench.answer(second)
+    bench.step()
+    assert bench.started == [0], "the other one stands aside, though the step has room"
+    bench.planner.abort(1)
+    assert bench.planner.stats().waiting == 0
+    bench.finish()
+    assert Landing(fetch_id=second.fetch_id) in bench.landings
+    assert bench.streams[0] == bench.expected[0]
+
+
 def test_who_waits_when_the_device_is_lost_asks_again() -> None:
     bench = Stored()
     bench.submit(0, prompt_of(40), max_tokens=4, ignore_eos=True)

@@ -83,6 +83,30 @@ def test_a_slow_row_is_in_one_step_at_a_time() -> None:
     assert bench.streams == bench.expected
 
 
+def test_a_slow_row_that_another_feature_returns_waits_for_its_step() -> None:
+    bench = Bench(depth=2)
+    for number in (1, 2, 3):
+        bench.submit(number, prompt_of(6, seed=number), max_tokens=30, ignore_eos=True)
+    bench.step()
+    bench.plan(), bench.plan()
+    deliver(bench, 1)
+    bench.plan()
+    deliver(bench, 1), deliver(bench)
+    decodes, row = bench.planner._decodes, bench.planner.table.request_ids.tolist().index(1)
+    begin = bench.planner.features.attach[0]
+    bench.planner.features.attach = (lambda step: decodes.leave(row), *bench.planner.features.attach)
+    bench.plan()
+    bench.planner.features.attach = (begin, *bench.planner.features.attach[2:])
+    assert decoded(bench, bench.steps[-1]) == [1, 2, 3]
+    decodes.join(row)
+    bench.planner.abort(3)
+    bench.plan()
+    assert decoded(bench, bench.steps[-1]) == [2], "its token is not known yet"
+    bench.finish()
+    for number in (1, 2):
+        assert bench.streams[number] == bench.expected[number]
+
+
 def test_a_row_that_is_alone_does_not_sit_out(bench: Bench) -> None:
     """A step that waits for its mask is better than none."""
     bench.planner.abort(2), bench.planner.abort(3)

@@ -8,6 +8,8 @@ that have come back.  So a row waits for one turn for each row of its tenant tha
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+import numpy as np
+
 from engine.features.itl_target.turns import TURN
 from engine.messages import Step
 from server.extensions.chaos.sim.failures import SimIncorrect
@@ -25,8 +27,9 @@ class TurnRows:
 
         at_work: tenants with a row that does not.  Raises SimIncorrect for a row that has waited longer than its turn,
         and for a tenant whose rows all wait."""
-        for admission in step.admissions:
-            self._left.pop(admission.row, None)
+        decodes = np.frombuffer(step.decode_rows, dtype=np.int32).tolist()
+        for row in (*decodes, *(admission.row for admission in step.admissions)):  # their wait begins behind the step
+            self._left.pop(row, None)
         waiting = Counter(out.values())
         self._left = {row: self._left.get(row, self._turn * waiting[tenant]) - 1 for row, tenant in out.items()}
         if late := [row for row, left in self._left.items() if left < 0]:
