@@ -38,6 +38,10 @@ int64_t pair_products(void) { return 0; }
 #define MOST_PANELS 4
 #define GROUP_BYTES (P * (2 + 2 + G))
 #define ROW_BLOCK_BYTES (384 << 10)
+/* Steps of the sums of many rows at once, whose part of a panel and of a tile stays near a core.  Few rows keep
+   whole sums. */
+#define STEP_BLOCK 384
+#define ROWS_FOR_STEP_BLOCKS (4 * MOST_ROWS)
 #define SMALL_PRODUCT (1 << 17) /* multiplications below which a second thread does not pay */
 
 /* Number of bytes of an input element, and the integer that represents 0. */
@@ -131,8 +135,10 @@ void pack(const Weight *weight, const float *w_OI, char *panels, int64_t threads
     }
 }
 
-/* The rows of a tile: x[I,M]; pairs in their place; or scales[M,I/G] and bytes[M,I/G,parts,G], with the upper part first. */
+/* The rows of a tile: x[steps,M] from a step on; pairs in their place; or scales[M,I/G] and bytes[M,I/G,parts,G], with
+   the upper part first.  Sums of a step's block go on with those in y, in the same order as without blocks. */
 typedef struct {
+    int64_t step, steps;
     const float *x;
     const float *scales;
     const uint8_t *bytes;
@@ -151,11 +157,24 @@ INLINE void finish(const Floats *sum, const float *bias, float *y, int64_t width
         for (int64_t o = 0; o < width; o++) y[o] = kept[o] + (bias ? bias[o] : 0);
 }
 
+/* Reads one panel of sums that ``finish`` wrote. */
+INLINE void resume(Floats *sum, const float *y, int64_t width) {
+    float kept[P] = {0};
+    if (width < P) {
+        for (int64_t o = 0; o < width; o++) kept[o] = y[o];
+        y = kept;
+    }
+    EACH(v, 2) sum[v] = load(y + v * V);
+}
+
 INLINE void tile(const Weight *is, const char *panel, int64_t size, Input in, const float *bias, float *y,
                  int64_t width, const int M, const int N, const int kind) {
     Floats sum[24], w[8];
     EACH(n, M * N * 2) sum[n] = all(0);
-    for (int64_t i = 0; i < steps_of(kind, is->I); i++) {
+    if (in.step) EACH(m, M) EACH(n, N) resume(sum + (m * N + n) * 2, y + m * is->O + n * P, width - n * P);
+    panel += in.step * P * (kind == FLOATS || kind == PAIRS ? 4 : 2);
+    if (M == MOST_ROWS) EACH(m, M) EACH(n, 2 * N) __builtin_prefetch(y + (m + M) * is->O + n * V, 1, 2);
+    for (int64_t i = 0; i < in.steps; i++) {
         EACH(n, N * 2) {
             int64_t at = i * P + n % 2 * V;
             const char *from = panel + n / 2 * size;
@@ -338,7 +357,10 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
     int64_t tiles = (T + most - 1) / most;
     int64_t rows = tiles ? (T - 1) / tiles + 1 : 0;
     int64_t step = bytes ? byte_panels_of(rows) : panels_of(rows);
-    int64_t steps = steps_of(weight->kind, I), row_bytes = bytes ? padded : steps * (int64_t)sizeof(float);
+    int64_t steps = steps_of(weight->kind, I), inputs_of_step = weight->kind == PAIRS ? 2 : 1;
+    int64_t at_once = !bytes && T > ROWS_FOR_STEP_BLOCKS ? STEP_BLOCK : steps;
+    if (at_once > steps) at_once = steps ? steps : 1; /* a weight may have no inputs */
+    int64_t row_bytes = bytes ? padded : at_once * (int64_t)sizeof(float);
     int64_t in_block = row_bytes ? ROW_BLOCK_BYTES / (row_bytes * most) + 1 : tiles;  /* a weight may have no inputs */
     if (in_block > tiles) in_block = tiles;
     int failed = 0;
@@ -354,28 +376,32 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
         }
         for (int64_t block = 0; block < tiles; block += in_block) {
             int64_t last = block + in_block < tiles ? block + in_block : tiles, start = block * T / tiles;
-            for (int64_t b = block; block_x && b < last; b++) {
-                int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
-                (weight->kind == PAIRS ? transpose_pairs : transpose)(
-                    x_TI + first * x_step, x_step, block_x + (first - start) * steps, end - first, I);
-            }
-#pragma omp for schedule(static) nowait
-            for (int64_t p = 0; p < count; p += step)
-                for (int64_t b = block; b < last && (bytes || block_x); b++) {
+            for (int64_t at = 0; at == 0 || at < steps; at += at_once) {
+                int64_t now = steps - at < at_once ? steps - at : at_once, ends = at + now == steps;
+                int64_t input = at * inputs_of_step, inputs = ends ? I - input : now * inputs_of_step;
+                for (int64_t b = block; block_x && b < last; b++) {
                     int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
-                    Input in = {block_x + (bytes ? 0 : (first - start) * steps), scales + first * groups(I),
-                                (uint8_t *)rounded + first * padded};
-                    const char *panel = (const char *)weight->panels + p * size;
-                    const float *bias = bias_O ? bias_O + p * P : 0;
-                    float *y = y_TO + first * O + p * P;
-#if TILE_ROWS
-                    if (bytes && end - first > MOST_BYTE_ROWS) {
-                        wide_byte_tile(weight, panel, in, bias, y, O - p * P, end - first);
-                        continue;
-                    }
-#endif
-                    of_kind[end - first](weight, panel, size, in, bias, y, O - p * P);
+                    (weight->kind == PAIRS ? transpose_pairs : transpose)(
+                        x_TI + first * x_step + input, x_step, block_x + (first - start) * now, end - first, inputs);
                 }
+#pragma omp for schedule(static) nowait /* a thread goes on with the sums that it began */
+                for (int64_t p = 0; p < count; p += step)
+                    for (int64_t b = block; b < last && (bytes || block_x); b++) {
+                        int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
+                        Input in = {at, now, block_x + (bytes ? 0 : (first - start) * now), scales + first * groups(I),
+                                    (uint8_t *)rounded + first * padded};
+                        const char *panel = (const char *)weight->panels + p * size;
+                        const float *bias = bias_O && ends ? bias_O + p * P : 0;
+                        float *y = y_TO + first * O + p * P;
+#if TILE_ROWS
+                        if (bytes && end - first > MOST_BYTE_ROWS) {
+                            wide_byte_tile(weight, panel, in, bias, y, O - p * P, end - first);
+                            continue;
+                        }
+#endif
+                        of_kind[end - first](weight, panel, size, in, bias, y, O - p * P);
+                    }
+            }
         }
         free(block_x);
     }

@@ -1,12 +1,15 @@
 """MP4 files, read with PyAV: their frames, one after the other, on one thread.
 
-Owns: which codecs are read, the name of the package to install.  Does not know: limits, models, which frames are shown.
+Owns: which codecs are read, how frames are turned, the name of the package to install.
+Does not know: limits, models, which frames are shown.
 """
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from engine.types.errors import RequestError
 
@@ -34,7 +37,8 @@ class Mp4Error(Exception):
 class Mp4:
     """An open file.
 
-    width, height, num_frames, fps, seconds: as its header says; 0 where it does not."""
+    width, height, num_frames, fps, seconds: as its header says; 0 where it does not.
+    quarter_turns: counterclockwise ones that show its frames upright, known from the first frame on."""
 
     def __init__(self, container: Any) -> None:
         """Find the pictures of an open container.  Raises Mp4Error."""
@@ -50,12 +54,20 @@ class Mp4:
         self.num_frames = int(stream.frames)
         self.fps = float(stream.average_rate or 0)
         self.seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
+        self.quarter_turns = 0
+
+    @property
+    def shown_size(self) -> tuple[int, int]:
+        """Width and height of a frame as it is shown, after the first one."""
+        return (self.height, self.width) if self.quarter_turns % 2 else (self.width, self.height)
 
     def frames(self) -> Iterator[Any]:
         """Yield all frames as PyAV has them.  Raises Mp4Error for one of another size; and as PyAV does."""
         for number, frame in enumerate(self._container.decode(self._stream)):
             if (frame.width, frame.height) != (self.width, self.height):
                 raise Mp4Error(f"a damaged MP4: frame {number} has another size")
+            if number == 0:  # a telephone that was held upright writes pictures that lie, and how to turn them
+                self.quarter_turns = round(frame.rotation / 90)
             yield frame
 
 
@@ -70,19 +82,21 @@ def open_mp4(data: bytes) -> Iterator[Mp4]:
 
 
 def mp4_frames(data: bytes) -> "Generator[Image, None, None]":
-    """Yield all frames in RGB.  Raises as ``open_mp4``."""
+    """Yield all frames in RGB, upright.  Raises as ``open_mp4``."""
     from PIL import Image
 
     with open_mp4(data) as file:
         for frame in file.frames():
-            yield Image.fromarray(frame.to_ndarray(format="rgb24"))
+            yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), file.quarter_turns))
 
 
 def mp4_length(data: bytes) -> tuple[int, float, tuple[int, int]]:
-    """Return the number of frames, frames a second, width and height; all frames are decoded.  Raises RequestError."""
+    """Return the number of frames, frames a second, width and height as shown.  All frames are decoded.
+
+    Raises RequestError."""
     try:
         with open_mp4(data) as file:
-            return sum(1 for _ in file.frames()), file.fps, (file.width, file.height)
+            return sum(1 for _ in file.frames()), file.fps, file.shown_size
     except ImportError:
         raise RequestError(f"messages: {MISSING}", param="messages") from None
     except Exception as error:  # PyAV raises errors of every kind for broken files

@@ -551,6 +551,19 @@ def test_two_threads_give_the_bits_of_one(kind: PanelKind) -> None:
 
 
 @needs_panels
+@pytest.mark.parametrize("kind", PanelKind)
+def test_many_rows_have_the_bits_of_few(kind: PanelKind) -> None:
+    kernel = panels.Panels(products(), kind, 1.0).pack(torch.randn(300, 901))
+    x, bias = torch.randn(101, 901), torch.randn(300)
+    few = torch.cat([kernel(rows, bias) for rows in x.split(5)])
+    threads = torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        assert torch.equal(kernel(x, bias), few)
+    torch.set_num_threads(threads)
+
+
+@needs_panels
 def test_rounded_weights_serve_and_take_less_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

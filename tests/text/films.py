@@ -1,5 +1,6 @@
 """MP4 files for tests, written with PyAV."""
 
+import struct
 from functools import cache
 from io import BytesIO
 from typing import Any
@@ -25,3 +26,13 @@ def written(
             container.mux(stream.encode(av.VideoFrame.from_ndarray(colours, format="rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
+
+
+def turned(data: bytes) -> bytes:
+    """Return a file whose frames are shown a quarter turn clockwise, as a telephone's is."""
+    one, none = 1 << 16, 0
+    lying = struct.pack(">9i", one, none, none, none, one, none, none, none, 1 << 30)
+    upright = struct.pack(">9i", none, one, none, -one, none, none, none, none, 1 << 30)
+    at = data.index(b"tkhd")
+    assert lying in data[at : at + 92]
+    return data[:at] + data[at : at + 92].replace(lying, upright) + data[at + 92 :]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from engine.text.film_files import FilmFile
-from engine.text.mp4_files import is_mp4, open_mp4
+from engine.text.mp4_files import is_mp4, mp4_frames, mp4_length, open_mp4
 from engine.text.turns import read_turn
 from engine.types.errors import RequestError
 from engine.types.prompt import Film, Picture
-from tests.text.films import written
+from tests.text.films import turned, written
 
 HEAD = b"\0\0\0\x20ftypisom" + bytes(20)
 
@@ -49,6 +49,13 @@ def test_a_frame_that_comes_again_and_one_that_is_missing() -> None:
     assert len([*film.frames([1, 1, 5])]) == 3
     with pytest.raises(RequestError, match="has no frame 6"):
         list(film.frames([5, 6]))
+
+
+def test_frames_are_turned_as_the_camera_was_held() -> None:
+    pytest.importorskip("av")
+    assert mp4_length(turned(written()))[2] == (24, 32)
+    for lying, upright in zip(mp4_frames(written()), mp4_frames(turned(written())), strict=True):
+        assert np.array_equal(np.rot90(np.array(lying), -1), np.array(upright))
 
 
 def test_what_is_no_mp4_is_refused() -> None:

@@ -122,7 +122,7 @@ def _judged_mp4(data: bytes) -> Verdict:
                 check_mp4(file.width, file.height, num_frames, 0.0)
             if num_frames < FEWEST_FRAMES:
                 raise PictureError(f"an MP4 of {num_frames} frames; at least {FEWEST_FRAMES} are needed")
-            return Verdict("", file.width, file.height, MP4_TYPE, num_frames, file.fps)
+            return Verdict("", *file.shown_size, MP4_TYPE, num_frames, file.fps)
     except ImportError:
         return Verdict(MISSING)
     except (PictureError, Mp4Error) as error:

@@ -18,7 +18,7 @@ from tests.extensions.images.pictures import data_uri, picture, seeing
 from tests.extensions.images.test_videos import film, moving, post
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
-from tests.text.films import written
+from tests.text.films import turned, written
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,8 @@ def test_an_mp4_is_a_film(live: LiveServer) -> None:
     assert sent(live, data) == (200, "")
     found = film(live)
     assert (found.film, found.width, found.height) == (Film(6, 5.0), 32, 24)
+    assert sent(live, turned(data)) == (200, "")
+    assert (film(live).width, film(live).height) == (24, 32)
 
 
 def test_without_its_package_the_answer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
