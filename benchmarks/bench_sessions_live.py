@@ -10,7 +10,7 @@ share a process and an event loop.  Four minutes with the defaults; a minute and
     python benchmarks/bench_sessions_live.py
     python benchmarks/bench_sessions_live.py --ways lease --seconds 20
     python benchmarks/bench_sessions_live.py --model SmolLM2-135M-Instruct.Q4_1.gguf --smaller 16 --page-size 8 \
-        --pages 240 --speed 3 --per-minute 0.5 --singles 30
+        --pages 200 --speed 3 --per-minute 0.5 --singles 30
 """
 
 import argparse
@@ -196,12 +196,12 @@ def new_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
     parser.add_argument("--seconds", type=float, default=70.0, help="of one way")
     parser.add_argument("--warm", type=float, default=0.3, help="share of them that is not counted")
-    parser.add_argument("--speed", type=float, default=12.0, help="times as fast")
+    parser.add_argument("--speed", type=float, default=6.0, help="times as fast")
     parser.add_argument("--after", type=float, default=10.0, help="minutes of traffic before the run")
     parser.add_argument("--per-minute", type=float, default=1.5, help="sessions that begin in a minute")
     parser.add_argument("--singles", type=float, default=90.0, help="prompts that never come again, in a minute")
     parser.add_argument("--smaller", type=int, default=8, choices=(1, 2, 4, 8, 16), help="times as few tokens")
-    parser.add_argument("--pages", type=int, default=750)
+    parser.add_argument("--pages", type=int, default=600)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--longest", type=int, default=1900, help="tokens; longer prompts are left out")
     parser.add_argument("--seed", type=int, default=0)
