@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -184,9 +185,13 @@ def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     port = str(free_port())
     start = [*ray, "start", "--head", "--port", port, "--num-cpus", "2", "--include-dashboard", "false"]
-    subprocess.run([*start, "--temp-dir", str(Path("/tmp") / f"ray-{os.getpid()}")], check=True, capture_output=True)
+    start += ["--min-worker-port", "0", "--max-worker-port", "0"]  # else 10002 to 19999, where the port may lie
+    # A new Ray asks for a token where one lies in the home folder, but a process that joins sends it only if told to.
+    access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    folder = str(Path("/tmp") / f"ray-{os.getpid()}")
+    subprocess.run([*start, "--temp-dir", folder], check=True, capture_output=True, env={**os.environ, **access})
     try:
-        yield {"RAY_ADDRESS": f"127.0.0.1:{port}", "CALLBOARD_PLACEMENT__CLUSTER_KEY": "k" * 32}
+        yield {"RAY_ADDRESS": f"127.0.0.1:{port}", "CALLBOARD_PLACEMENT__CLUSTER_KEY": "k" * 32, **access}
     finally:
         subprocess.run([*ray, "stop", "--force"], check=True, capture_output=True)
 
