@@ -13,12 +13,12 @@ what it costs to copy them when a request starts, and what it saves to fetch the
     python benchmarks/bench_sessions.py --sessions 10 --pages 1500 --host-pages 20000
 """
 
-import heapq
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from agent_traffic import BLOCK, head, traffic
+from belady import most_found
 from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
@@ -97,28 +97,11 @@ def found(counts: list[tuple[int, int]]) -> float:
 
 def optimum(requests: list[TracedRequest], limits: PlannerLimits) -> Row:
     """The share with a cache that always evicts the page whose next use is furthest, of one request at a time."""
-    uses: defaultdict[bytes, deque[int]] = defaultdict(deque)
     pages = [[one.blocks[at : at + DIGEST_BYTES] for at in range(0, len(one.blocks), DIGEST_BYTES)] for one in requests]
-    for index, one in enumerate(pages):
-        for page in one[: requests[index].prompt // BLOCK]:
-            uses[page].append(index)
-    cached: dict[bytes, int] = {}  # page -> its next use
-    furthest: list[tuple[int, int, bytes]] = []  # a heap: next use, then place in its prompt, both from the last on
+    findable = [(one.prompt - 1) // BLOCK for one in requests]
     counts: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for index, one in enumerate(pages):
-        request = requests[index]
-        whole = one[: (request.prompt - 1) // BLOCK]
-        num_found = next((at for at, page in enumerate(whole) if page not in cached), len(whole))
-        counts[request.client].append((request.prompt, num_found * BLOCK))
-        for place, page in enumerate(one):
-            while uses[page] and uses[page][0] <= index:
-                uses[page].popleft()
-            cached[page] = uses[page][0] if uses[page] else len(requests)
-            heapq.heappush(furthest, (-cached[page], -place, page))
-        while len(cached) > limits.num_pages:
-            negative, _, page = heapq.heappop(furthest)
-            if cached.get(page) == -negative:
-                del cached[page]
+    for one, number in zip(requests, most_found(pages, findable, limits.num_pages), strict=True):
+        counts[one.client].append((one.prompt, number * BLOCK))
     agents = [pair for client, pairs in counts.items() if client.startswith("agents") for pair in pairs]
     return {"way": "optimum", "found": found(agents), **{client: found(counts[client]) for client in CLIENTS}}
 

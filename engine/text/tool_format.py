@@ -51,13 +51,15 @@ class ValueShape(msgspec.Struct, frozen=True):
 class CallShape(msgspec.Struct, frozen=True, omit_defaults=True):
     """One way to write a call: the text before the arguments, their schema, and the text after them.
 
-    name: of the function, for messages.  values: the arguments in their order, if they are not one JSON object."""
+    name: of the function, for messages.  values: the arguments in their order, if they are not one JSON object.
+    between: text between two values; the strings among them have quotes then."""
 
     begin: str
     schema: dict[str, Any]
     end: str
     name: str = ""
     values: list[ValueShape] | None = None
+    between: str = ""
 
 
 class Otherwise(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,24 +68,30 @@ class Otherwise(msgspec.Struct, frozen=True, omit_defaults=True):
     kind, source: of a grammar, or 'text' for free text.
     opening: marker in free text at which a call begins; empty if calls are the whole output.
     not_begun: expression for the beginnings that such an output must not have; empty for any.
+    markers, quoting: other markers that free text may have; behind those of ``quoting``, up to the next marker,
+    ``opening`` is text.
     """
 
     kind: str
     source: str = ""
     opening: str = ""
     not_begun: str = ""
+    markers: list[str] = []
+    quoting: list[str] = []
 
 
 class CallsShape(msgspec.Struct, frozen=True, omit_defaults=True):
     """The source of a grammar of kind 'tool_calls': one or several of ``calls``, joined by ``separator``.
 
-    tag: text that may come before them all.  otherwise: None if there must be a call."""
+    tag: text that may come before them all.  around: the texts that must, before and after them.
+    otherwise: None if there must be a call."""
 
     calls: list[CallShape]
     separator: str
     many: bool
     tag: str = ""
     otherwise: Otherwise | None = None
+    around: tuple[str, str] = ("", "")
 
 
 class TagsShape(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -109,10 +117,17 @@ def explanation(tools: Sequence[object]) -> str:
 
 
 def shaped_calls(
-    calls: Sequence[CallShape], separator: str, *, many: bool, tag: str = "", otherwise: Otherwise | None = None
+    calls: Sequence[CallShape],
+    separator: str,
+    *,
+    many: bool,
+    tag: str = "",
+    otherwise: Otherwise | None = None,
+    around: tuple[str, str] = ("", ""),
 ) -> Grammar:
     """Return the grammar of an output that is calls, or what ``otherwise`` allows (``CallsShape``)."""
-    return Grammar("tool_calls", msgspec.json.encode(CallsShape(list(calls), separator, many, tag, otherwise)).decode())
+    shape = CallsShape(list(calls), separator, many, tag, otherwise, around)
+    return Grammar("tool_calls", msgspec.json.encode(shape).decode())
 
 
 def marked_calls(

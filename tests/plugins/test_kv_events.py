@@ -14,6 +14,7 @@ import zmq
 
 from engine.config import Config, build_config
 from engine.control.system import System
+from engine.features.host_tier.tree import TieredTree
 from engine.host.memory import resident_bytes
 from engine.kv.events import KVEvent
 from engine.kv.node import SHARED, Namespace, namespace_seed
@@ -150,20 +151,21 @@ def stored(number: int, parent: bytes = b"", namespace: Namespace = SHARED) -> K
     return KVEvent("stored", "device", namespace, above, (bytes([number]) * 32,), bytes(range(16)))
 
 
+@pytest.mark.parametrize("num_host_pages", [0, 40])
 async def test_a_subscriber_knows_every_page_of_an_engine(
-    tmp_path: Path, endpoints: dict[str, str], subscriber: Subscriber
+    num_host_pages: int, tmp_path: Path, endpoints: dict[str, str], subscriber: Subscriber
 ) -> None:
     checkpoint = save(build("qwen3-tied"), tmp_path / "checkpoint")
     tables = {
         "model": {"path": str(checkpoint), "tokenizer": "none"},
-        "kv": {"num_pages": 24, "page_size": PAGE},
+        "kv": {"num_pages": 24, "page_size": PAGE, "num_host_pages": num_host_pages},
         "plugins": {"observers": ["kv_events"], "options": {"observer.kv_events": endpoints}},
     }
     system = System(build_config(Config(), tables))
     await system.start()
     try:
         shared = random_tokens(40, 99)
-        for number in range(12):  # more than the pool holds
+        for number in [*range(12), 4, 11]:  # more than the pool holds; the last two come back from the host
             prompt = [*shared, *random_tokens(60, number)]
             params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
             await system.ingress.open(prompt, params).collect()
@@ -171,10 +173,18 @@ async def test_a_subscriber_knows_every_page_of_an_engine(
         planner = system.monitor._scheduler.planner
         assert planner is not None
         tree = planner.pages.tree
-        nodes = tree._all_nodes()
-        known = {int.from_bytes(one[-8:], "big") for node in nodes for one in node.page_hashes}
-        assert {one for _, one in subscriber.tokens} == known
-        assert len(known) == tree.num_cached
+        known = {
+            (medium, int.from_bytes(one[-8:], "big"))
+            for node in tree._all_nodes()
+            for medium, pages in (("GPU", node.pages), ("CPU", node.host_pages))
+            if pages
+            for one in node.page_hashes
+        }
+        assert subscriber.tokens.keys() == known
+        media = [medium for medium, _ in known]
+        assert media.count("GPU") == tree.num_cached
+        assert media.count("CPU") == (tree.host.num_used if isinstance(tree, TieredTree) else 0)
+        assert ("CPU" in media) == bool(num_host_pages)
         assert any(subscriber.prefix(one)[:32] == shared[:32] for _, one in subscriber.tokens)
     finally:
         await system.stop(drain_timeout_s=1)

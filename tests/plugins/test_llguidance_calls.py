@@ -143,12 +143,11 @@ def test_arguments_that_are_written_one_by_one_are_as_the_tools_say(
 
 
 MARKERS_AROUND = r"<｜tool▁calls▁(begin|end)｜>|<\|tool_calls_section_(begin|end)\|>"
-WITHOUT_GRAMMAR = {"harmony", "pythonic"}  # docs/api.md: what is forced there is written as hermes writes it
 
 
-def test_every_built_in_parser_constrains_from_the_opening_but_those_that_the_docs_name() -> None:
+def test_every_built_in_parser_constrains_from_the_opening() -> None:
     built_in = {name.removeprefix("tool_parser.") for name in BUILTIN if name.startswith("tool_parser.")}
-    assert {name for name in built_in if not tool_format(name).constrains} == WITHOUT_GRAMMAR
+    assert all(tool_format(name).constrains for name in built_in)
     assert {one.plugin for one in TOOL_PARSERS} == built_in
 
 
@@ -156,7 +155,7 @@ def test_every_built_in_parser_constrains_from_the_opening_but_those_that_the_do
 @pytest.mark.parametrize("subject", TOOL_PARSERS, ids=lambda one: one.write.__name__)
 def test_strict_calls_are_constrained_from_their_opening(subject: Subject, many: bool) -> None:
     """Where a call may come: text is free, and a call of any parser, alone or beside another, keeps to its tool."""
-    if subject.plugin in WITHOUT_GRAMMAR or subject.write is mistral_v3:  # an older form, which is only read
+    if subject.write is mistral_v3:  # an older form, which is only read
         return
     template = "" if subject.write is not deepseek_v31 else "without fences"
     form = tool_format(subject.plugin, template)
@@ -374,3 +373,90 @@ def test_an_answer_that_leads_into_the_marker_alone_is_a_failure(engine: LLGuida
         matcher.consume(byte)
     with pytest.raises(GrammarFailure, match="nothing may follow"):
         allowed(matcher)
+
+
+HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_messages_of_harmony_are_free_but_for_those_whose_header_names_a_function(special: bool) -> None:
+    markers = [marker.encode() for marker in HARMONY_MARKERS] if special else []
+    pieces = [*BYTES, b"<eos>", *markers]
+    ends = [EOS, len(pieces) - 1] if special else [EOS]  # gpt-oss ends an output with the marker behind a call
+    engine = LLGuidance(GrammarContext(len(pieces), pieces, [*range(256, len(pieces))], ends))
+
+    def accepted(grammar: Grammar, text: str) -> bool:
+        split = re.split("(" + "|".join(map(re.escape, HARMONY_MARKERS)) + ")", text) if special else [text]
+        return accepts(
+            engine, grammar, *(257 + HARMONY_MARKERS.index(one) if one in split[1::2] else one for one in split)
+        )
+
+    free = allow_calls(TOOLS, "harmony", None, many=True)
+    thought = "<|channel|>analysis<|message|>I write to=functions.f or h, a < b.<|end|>"
+    assistant = "<|start|>assistant"
+    final = "<|channel|>final<|message|>So to=functions.g"
+    preamble = f"{thought}{assistant}<|channel|>commentary<|message|>I look.<|end|>{assistant}"
+    for text in ("", "Sure.", thought, f"{thought}{assistant}{final}", f"{preamble}{final}"):
+        assert accepted(free, text), text
+    for header in (
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.f<|message|>",
+        " to=functions.f<|channel|>commentary <|constrain|>json<|message|>",
+        " to=functions.f<|channel|>commentary json<|message|>",
+    ):
+        for value, is_right in ((1, True), (22, True), (2, False)):
+            text = f'{preamble}{header}{{"a": {value}}}<|call|>'
+            assert accepted(free, text) == is_right, text
+            assert parsed("harmony", text)[1] == ["f"]
+        assert not accepted(free, preamble + header.replace(".f", ".h") + "{}<|call|>"), "there is no such function"
+        assert not accepted(free, preamble + header.replace(".f", ".ff") + "{}<|call|>")
+        assert not accepted(free, f"{preamble}{header}text")
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    assert accepted(demand_calls(TOOLS, "harmony", many=True), f"{call}{assistant}{call}") == (not special)
+    assert accepted(demand_calls(TOOLS, "harmony", many=True), call)
+    assert not accepted(demand_calls(TOOLS, "harmony", many=True), final)
+    answered = allow_calls(TOOLS, "harmony", Grammar("regex", "yes|no"), many=False)
+    assert [accepted(answered, text) for text in ("yes", call, "no, " + call)] == [True, True, False]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_list_of_calls_as_python_has_them_keeps_to_the_tools(special: bool) -> None:
+    tags = ("<|python_tag|>", "<|python_start|>") if special else ()
+    pieces = [*BYTES, b"<eos>", *(tag.encode() for tag in tags)]
+    engine = LLGuidance(GrammarContext(len(pieces), pieces, [*range(256, len(pieces))], [EOS]))
+    fields = {"path": {"type": "string"}, "at": {"type": "integer", "maximum": 9}, "all": {"type": "boolean"}}
+    read = {"type": "object", "properties": fields, "required": ["at"], "additionalProperties": False}
+    tools = [Tool("read", read), Tool("any", {})]
+    free = allow_calls(tools, "pythonic", None, many=True)
+    for text, written in {
+        "[read(at=1)]": [("read", '{"at": 1}')],
+        '[read(path="a, b)]", at=1, all=true), any()]': [
+            ("read", '{"path": "a, b)]", "at": 1, "all": true}'), ("any", "{}"),
+        ],
+        '[any(x=[1], y={"z": ")"})]': [("any", '{"x": [1], "y": {"z": ")"}}')],
+        "read(at=10)": [],
+        "[1] is a footnote, [read(at=10)] is text": [],
+    }.items():  # fmt: skip
+        assert accepts(engine, free, text), text
+        assert parsed_calls(tools, text) == written
+    for text in ("[read()]", "[read(at=10)]", '[read(at=1, path="x")]', "[read(at=1, no=1)]", " [ read (at=10)]"):
+        assert not accepts(engine, free, text), text
+    forced = demand_calls(tools, "pythonic", many=False)
+    assert accepts(engine, forced, "[any()]")
+    assert not accepts(engine, forced, "[any(), any()]")
+    assert not accepts(engine, forced, "Sure.")
+    if special:
+        assert accepts(engine, free, 258, "[read(at=1)]")
+        assert not accepts(engine, free, 258, "[read(at=10)]")
+    answered = allow_calls(tools, "pythonic", Grammar("json_schema", '{"type": "array"}'), many=True)
+    assert [accepts(engine, answered, text) for text in ("[1]", "[read(at=1)]", "[read(at=10)]")] == [True, True, False]
+
+
+def parsed_calls(tools: Sequence[Tool], text: str) -> list[tuple[str, str]]:
+    parser = tool_format("pythonic").parser(tools, exact=True)
+    _, pieces = text_and_calls([*parser.push(text), *parser.finish()])
+    found: dict[int, tuple[str, str]] = {}
+    for one in pieces:
+        name, arguments = found.get(one.index, ("", ""))
+        found[one.index] = (one.name or name, arguments + one.arguments)
+    return [*found.values()]

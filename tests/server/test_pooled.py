@@ -179,6 +179,54 @@ def test_a_classifier_names_its_labels(classifier: EngineServer) -> None:
     assert np.array([one["data"] for one in pooled]) == pytest.approx(np.array(likely), abs=1e-6)
 
 
+def rounded(answer: Any) -> Any:
+    """An answer with numbers of four digits: a text alone and one of several are computed by other products."""
+    if isinstance(answer, dict):
+        return {name: rounded(value) for name, value in answer.items()}
+    if isinstance(answer, list):
+        return [*map(rounded, answer)]
+    return round(answer, 4) if isinstance(answer, float) else answer
+
+
+def test_labels_come_as_teis_and_sglangs_clients_ask_for_them(classifier: EngineServer) -> None:
+    def found(path: str, **body: Any) -> Any:
+        return rounded(post(classifier, path, **body))
+
+    data = found("/classify", input=DOCUMENTS)["data"]
+    assert found("/classify", text=DOCUMENTS)["data"] == data
+    assert found("/classify", text=DOCUMENTS[0])["data"] == data[:1]
+    assert refused(classifier, "/classify", text="a", input="a")["param"] == "text"
+    assert refused(classifier, "/classify", text=[])["param"] == "text"
+    each = found("/predict", inputs=DOCUMENTS)
+    named = [dict(zip(("bad", "good"), one["probs"], strict=True)) for one in data]
+    assert [{one["label"]: one["score"] for one in both} for both in each] == named
+    assert all(first["score"] >= second["score"] for first, second in each)
+    assert found("/predict", inputs=DOCUMENTS[0]) == found("/predict", inputs=[DOCUMENTS[0]]) == each[0]
+    assert found("/predict", inputs=[[one] for one in DOCUMENTS]) == each
+    together = found("/predict", inputs=DOCUMENTS[:2])
+    assert {one["label"] for one in together} == {"bad", "good"}
+    assert together not in each
+    assert found("/predict", inputs=[DOCUMENTS[:2], [DOCUMENTS[2]]]) == [together, each[2]]
+    raw = found("/predict", inputs=DOCUMENTS[0], raw_scores=True)
+    assert sum(one["score"] for one in raw) != pytest.approx(1.0, abs=1e-3)
+    long = "add two numbers " * 4000
+    assert refused(classifier, "/predict", inputs=long)["param"] == "inputs"
+    assert len(post(classifier, "/predict", inputs=long, truncate=True)) == 2
+    for wrong in ([], [[]], [["a", "b", "c"]], 1, None):
+        assert refused(classifier, "/predict", inputs=wrong)["param"].startswith("inputs"), wrong
+
+
+def test_texts_come_as_jinas_and_sglangs_clients_send_them(embedder: EngineServer) -> None:
+    data = rounded(post(embedder, "/v1/embeddings", input=DOCUMENTS)["data"])
+    assert rounded(post(embedder, "/v1/embeddings", input=[{"text": one} for one in DOCUMENTS])["data"]) == data
+    assert refused(embedder, "/v1/embeddings", input=[{"image": "a"}])["param"].startswith("input[0]")
+    plain = [{"embedding": one["embedding"]} for one in data]
+    assert rounded(post(embedder, "/encode", text=DOCUMENTS)) == plain
+    assert rounded(post(embedder, "/encode", text=DOCUMENTS[0])) == plain[0]
+    assert refused(embedder, "/encode", text=[])["param"] == "text"
+    assert refused(embedder, "/predict", inputs="a")["code"] == "unsupported_task"
+
+
 def test_models_say_what_they_are_for(embedder: EngineServer, classifier: EngineServer) -> None:
     for server, kind in ((embedder, "embed"), (classifier, "classify")):
         assert ask(server.port, "GET", "/v1/models").json["data"][0]["kind"] == kind

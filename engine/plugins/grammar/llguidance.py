@@ -27,7 +27,7 @@ from engine.plugins.options import Options, decode_options
 from engine.text.grammar import GrammarFailure, Mask
 from engine.text.reasoning import CLOSE, OPEN, Thinking
 from engine.text.token_limits import mask_of
-from engine.text.tool_format import SPACE, CallShape, CallsShape, TagsShape, ValueShape
+from engine.text.tool_format import SPACE, CallShape, CallsShape, Otherwise, TagsShape, ValueShape
 from engine.types.errors import RequestError
 from engine.types.params import Grammar
 
@@ -130,6 +130,7 @@ class LLGuidance:
         self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(context)), eos_token=ends)
         special = sorted({context.pieces[token_id] for token_id in context.special_token_ids})
         self._special = {piece.decode() for piece in special if re.fullmatch(rb"<[^<>\s]+>", piece)}
+        self._end_names = {context.pieces[one].decode() for one in ends if one < len(context.pieces)} & self._special
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         try:
@@ -282,6 +283,8 @@ class LLGuidance:
     def _calls(self, shape: CallsShape, not_begun: str) -> str:
         """Return the grammar of calls, alone or in text.  not_begun: a pattern that this text does not begin with."""
         otherwise = shape.otherwise
+        if otherwise is not None and otherwise.quoting:
+            return "\n".join([*self._messages(shape, otherwise), *self._each(shape.calls, otherwise.opening)])
         if otherwise is not None and otherwise.opening:
             opening = otherwise.opening
             tag = shape.calls[0].begin.partition(opening)[0].strip()
@@ -293,7 +296,8 @@ class LLGuidance:
             return "\n".join([*lines, *self._each(shape.calls, opening)])
         more = f" ({_quoted(shape.separator)} call){{0,{_MAX_CALLS - 1}}}" if shape.many else ""
         tag = f"({self._literal(shape.tag)})? " if shape.tag else ""
-        return "\n".join([f"start: {tag}call{more}", *self._each(shape.calls)])
+        before, after = (self._literal(text) if text else "" for text in shape.around)
+        return "\n".join([f"start: {tag}{before} call{more} {after}", *self._each(shape.calls)])
 
     def _text_with_calls(self, many: bool, opening: str, not_begun: str, never: str = "") -> list[str]:
         """Return the rules of free text in which a call must follow each marker of a call.
@@ -309,6 +313,28 @@ class LLGuidance:
             f"FIRST: {_text_but(not_begun, never)}",
             f"TEXT: {_text_but(never)}",
         ]
+
+    def _messages(self, shape: CallsShape, otherwise: Otherwise) -> list[str]:
+        """Return the rules of free text with markers, in which a call must follow its opening, except in quotations."""
+        markers = [*otherwise.markers, *otherwise.quoting]
+        plain = [marker for marker in markers if marker not in self._special]
+        lines = ["start: outside", "ANY: /(?s:.*)/", f"begun[lazy]: ANY {self._literal(otherwise.opening)}"]
+        calls = f"begun call {'outside?' if shape.many else ''}"
+        for rule, more, never in (
+            ("outside", [calls], [*plain, otherwise.opening]),
+            ("inside", [], plain),
+        ):
+            text = rule.upper()
+            without = rf"(?s:.*)({'|'.join(map(re.escape, never))})" if never else ""
+            lines.append(f"{text}: {_text_but(without)}")
+            for number, marker in enumerate(markers):
+                passed = f"{rule}_{number}"
+                is_special = marker in self._special
+                begin = f"{passed}: {text}" if is_special else f"{passed}[lazy]: ANY"
+                lines.append(f"{begin} {self._literal(marker)}")
+                more = [*more, f"{passed} {'inside' if marker in otherwise.quoting else 'outside'}"]
+            lines.append(f"{rule}: {' | '.join([text, *more])}")
+        return lines
 
     def _tags(self, shape: TagsShape, not_begun: str) -> str:
         """Return the grammar of free text in which a tag must follow each trigger."""
@@ -341,25 +367,31 @@ class LLGuidance:
         lines = [f"{rule}: {' | '.join(names)}"]
         for name, call in zip(names, calls, strict=True):
             begin = self._literal(call.begin.partition(opening)[2] if opening else call.begin)
-            lines.append(f"{name}: {begin} {name}_arguments {self._literal(call.end)}")
+            end = self._literal(call.end)
+            lines.append(f"{name}: {begin} {name}_arguments {f'({end})?' if call.end in self._end_names else end}")
             if call.values is None:
                 lines.append(f"{name}_arguments: {self._json_rule((read or _object_schema)(call.schema))}")
             else:
-                lines += self._values(f"{name}_arguments", call.values, call.schema)
+                lines += self._values(f"{name}_arguments", call)
         return lines
 
-    def _values(self, rule: str, values: list[ValueShape], schema: dict[str, Any]) -> list[str]:
+    def _values(self, rule: str, call: CallShape) -> list[str]:
         """Return the rules of arguments that are written one by one."""
+        values, schema = call.values or [], call.schema
         names = [f"{rule}_{index}" for index in range(len(values))]
-        counts = ["*" if not one.name else "" if one.is_required else "?" for one in values]
-        lines = [f"{rule}: {' '.join(map(''.join, zip(names, counts, strict=True)))}"]
+        if call.between:
+            lines = [f"{rule}: {_separated(names, values, self._literal(call.between))}"]
+        else:
+            counts = ["*" if not one.name else "" if one.is_required else "?" for one in values]
+            lines = [f"{rule}: {' '.join(map(''.join, zip(names, counts, strict=True)))}"]
         for name, value in zip(names, values, strict=True):
-            begin = self._literal(value.begin)
+            begin = self._literal(value.begin) if value.begin else ""
             if not value.name:
-                begin += f" /[^<>\\n]{{1,{_MAX_NAME_CHARS}}}/ {self._literal(value.then)}"
+                first, more = ("[A-Za-z_]", r"\w") if call.between else (r"[^<>\n]", r"[^<>\n]")
+                begin += f" /{first}{more}{{0,{_MAX_NAME_CHARS - 1}}}/ {self._literal(value.then)}"
             lines.append(f"{name}: {begin} {name}_value")
-            end = self._literal(value.end)
-            match bare_texts(schema, value.schema):
+            end = self._literal(value.end) if value.end else ""
+            match [] if call.between else bare_texts(schema, value.schema):
                 case []:
                     whole: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
                     given = value.schema if isinstance(value.schema, dict) else {}
@@ -425,6 +457,19 @@ def _text_but(*not_begun: str) -> str:
     """Return an expression for any text that does not begin with a match of these expressions."""
     unlike = [f" & ~/(?s:({one.replace('/', _SLASH)}).*)/" for one in not_begun if one]
     return "/(?s:.*)/" + "".join(unlike)
+
+
+def _separated(names: list[str], values: list[ValueShape], between: str) -> str:
+    """Return the rule of values, those that are required and any of the others, with a separator between two."""
+    ways = [] if any(one.is_required for one in values) else ['""']
+    for index, (name, value) in enumerate(zip(names, values, strict=True)):
+        rest = zip(names[index + 1 :], values[index + 1 :], strict=True)
+        more = [f"({between} {name})*"] if not value.name else []
+        more += [f"({between} {other})" + ("" if one.is_required else "?") for other, one in rest]
+        ways.append(" ".join([name, *more]))
+        if value.is_required:
+            break
+    return " | ".join(ways)
 
 
 def _fill_all(branch: list[LLMatcher], mask: Mask) -> Mask:

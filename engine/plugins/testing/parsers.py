@@ -296,9 +296,10 @@ def _check_grammar(form: ToolFormat, values: _Values, num_outputs: int) -> None:
     by_name = {tool.name: call for tool, call in zip(TOOLS, shape.calls, strict=True)}
     for _ in range(num_outputs):
         calls = [values.call() for _ in range(2)]
-        text = shape.separator.join(
+        written = shape.separator.join(
             by_name[name].begin + _arguments(by_name[name], arguments) + by_name[name].end for name, arguments in calls
         )
+        text = written.join(shape.around)
         _check_calls(_read(form, [text], exact=True), text, "", calls)
 
 
@@ -308,10 +309,11 @@ def _arguments(call: CallShape, arguments: dict[str, Any]) -> str:
         return json.dumps(arguments, ensure_ascii=False)
     named, written = {value.name: value for value in call.values}, []
     for name, argument in arguments.items():
-        text = argument if isinstance(argument, str) else json.dumps(argument, ensure_ascii=False)
+        is_bare = isinstance(argument, str) and not call.between
+        text = argument if is_bare else json.dumps(argument, ensure_ascii=False)
         value = named.get(name) or named[""]
         written.append(value.begin + ("" if value.name else name + value.then) + text + value.end)
-    return "".join(written)
+    return call.between.join(written)
 
 
 def _split(form: ReasoningFormat, thinking: Thinking, pieces: Sequence[str]) -> tuple[str, str]:

@@ -5,15 +5,23 @@ The recipient may also come before the channel: ``<|start|>assistant to=function
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from engine.plugins.hookspecs import ParserContext, hookimpl
 from engine.plugins.options import Options, decode_options
-from engine.plugins.reasoning_parser.harmony import CALL, CHANNEL, CONSTRAIN, MESSAGE, RECIPIENT, START
+from engine.plugins.reasoning_parser.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RECIPIENT, START
 from engine.text.call_reader import CallReader, Reading
 from engine.text.tool_calls import ToolFormat
-from engine.text.tool_format import Tool
+from engine.text.tool_format import CallShape, Otherwise, Tool, marked_calls, shaped_calls
+from engine.types.params import Grammar
 
 CALLBOARD_PLUGIN = {"api": 1}
+
+OPEN: Final = "to=functions."
+BEGIN: Final = f"{CHANNEL}commentary {OPEN}"
+NEXT: Final = f"{START}assistant"
+# What may stand between a function's name and its arguments.
+REST: Final = (f" {CONSTRAIN}json", f"{CHANNEL}commentary {CONSTRAIN}json", f"{CHANNEL}commentary json", " json", "")
 
 
 class HarmonyParser(CallReader):
@@ -37,10 +45,28 @@ class HarmonyFormat(ToolFormat):
     """Messages to functions on a channel."""
 
     markers = (START, CHANNEL, CONSTRAIN, MESSAGE, CALL)
+    constrains = True
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> HarmonyParser:
-        """Return the parser.  The format has no grammar, so ``exact`` is never set."""
+        """Return the parser.  Every header with a recipient begins a call, so ``exact`` makes no difference."""
         return HarmonyParser()
+
+    def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
+        """Return the grammar: among messages whatever header names a function, else calls on their usual channel."""
+        if forced or answer is not None:
+            calls = [
+                CallShape(f"{BEGIN}{tool.name}{REST[0]}{MESSAGE}", tool.parameters, CALL, tool.name) for tool in tools
+            ]
+            return marked_calls(calls, CHANNEL, answer, many=many, forced=forced, separator=NEXT)
+        calls = [
+            CallShape(f"{OPEN}{tool.name}{rest}{MESSAGE}", tool.parameters, CALL, tool.name)
+            for tool in tools
+            for rest in REST
+        ]
+        others = [START, CHANNEL, CONSTRAIN, END]
+        return shaped_calls(
+            calls, "", many=many, otherwise=Otherwise("text", opening=OPEN, markers=others, quoting=[MESSAGE])
+        )
 
 
 @hookimpl

@@ -6,6 +6,7 @@ Calls are the whole answer.  Every argument is emitted as JSON when it is comple
 
 import ast
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Final
@@ -14,7 +15,8 @@ from engine.plugins.hookspecs import ParserContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.call_reader import CallReader, Reading, as_json
 from engine.text.tool_calls import ToolFormat
-from engine.text.tool_format import Tool
+from engine.text.tool_format import SPACE, CallShape, Otherwise, Tool, shaped_calls, written_values
+from engine.types.params import Grammar
 
 CALLBOARD_PLUGIN = {"api": 1}
 
@@ -129,10 +131,24 @@ class PythonicFormat(ToolFormat):
     """A list of calls as Python writes them."""
 
     markers = (TAG, START, END)
+    constrains = True
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> PythonicParser:
-        """Return the parser.  The format has no grammar, so ``exact`` is never set."""
+        """Return the parser.  Text that a grammar allows does not begin like a call, so ``exact`` is unused."""
         return PythonicParser(frozenset(tool.name for tool in tools))
+
+    def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
+        """Return the grammar, in which values are JSON, and an answer cannot begin like a call."""
+        calls = [
+            CallShape(f"{tool.name}(", tool.parameters, ")", tool.name, written_values(tool, "", "=", ""), ", ")
+            for tool in tools
+        ]
+        kind, source = ("text", "") if answer is None else (answer.kind, answer.source)
+        names = "|".join(re.escape(tool.name) for tool in tools)
+        tags = "|".join(map(re.escape, (TAG, START)))
+        begun = rf"{SPACE}({tags})?{SPACE}\[{SPACE}({names}){SPACE}\("
+        otherwise = None if forced else Otherwise(kind, source, not_begun=begun)
+        return shaped_calls(calls, ", ", many=many, tag=START, otherwise=otherwise, around=("[", "]"))
 
 
 @hookimpl

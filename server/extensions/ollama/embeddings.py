@@ -14,6 +14,7 @@ from server.extensions.pooling.requests import (
     Dimensions,
     F,
     InputFields,
+    Inputs,
     PooledFields,
     PooledUsage,
     numbers,
@@ -50,7 +51,7 @@ class _Vectors(VectorEndpoint[F]):
         super().__init__(translator)
         self._names = translator
 
-    def inputs(self, model: str, texts: str | list[str | int | list[int]], longest: int | None = LONGEST) -> Generation:
+    def inputs(self, model: str, texts: str | Inputs, longest: int | None = LONGEST) -> Generation:
         """Returns what texts ask.  longest: tokens to which they are cut; None for a refusal of longer ones."""
         name = served_name(model, self._names)
         return self.translator.inputs(InputFields(model=name, input=texts, truncate_prompt_tokens=longest))

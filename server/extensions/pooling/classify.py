@@ -8,13 +8,16 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from engine.types.errors import FieldError
 from server.extensions.pooling.requests import InputFields, PooledEndpoint, PooledUsage, numbers
 from server.generate.generation import Generation
 from server.http.operation import generating
 
 
 class ClassifyBody(InputFields, frozen=True, kw_only=True):
-    """Texts, or a conversation."""
+    """Texts, or a conversation.  text: SGLang's name for the input."""
+
+    text: str | list[str] | None = None
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +56,15 @@ class Classify(PooledEndpoint[ClassifyBody]):
     id_prefix = "classify-"
 
     def translate(self, body: ClassifyBody) -> Generation:
+        if body.text is not None and body.input is None:
+            body = msgspec.structs.replace(body, input=body.text)
+        elif body.text is not None:
+            raise FieldError("text", "means the same as input; one of them is enough")
         return self.translator.inputs(body)
+
+    def rename(self, field: str, body: ClassifyBody) -> str:
+        name = super().rename(field, body)
+        return "text" if name == "input" and body.text is not None else name
 
     def answer(self, name: str, body: ClassifyBody, outputs: list[bytes], usage: PooledUsage) -> ClassificationList:
         requests = self.translator.requests

@@ -54,10 +54,19 @@ class PooledFields(msgspec.Struct, frozen=True, kw_only=True):
         return False not in (self.use_activation, self.normalize, self.softmax, self.activation)
 
 
+class TextInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A text as Jina's clients send it."""
+
+    text: str
+
+
+Inputs = list[str | TextInput | TokenId | list[TokenId]]
+
+
 class InputFields(PooledFields, frozen=True, kw_only=True):
     """Either an input, which is text, texts, token ids, or lists of token ids, or messages, which are one prompt."""
 
-    input: str | list[str | TokenId | list[TokenId]] | None = None
+    input: str | Inputs | None = None
     messages: list[ChatMessage] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -96,7 +105,7 @@ class PooledTranslator:
         elif body.input is None or body.messages is not None:
             raise FieldError("input", "exactly one of input and messages is needed")
         else:
-            prompts = read_prompts(body.input, "input")
+            prompts = read_prompts(_plain(body.input), "input")
         named = self.requests.prompts(prompts, prompt_name)
         return self.generation(body, named, self.requests.params(method), "input", chat)
 
@@ -155,6 +164,11 @@ class PooledWriter(Writer, Generic[F]):
 
     def whole(self, outputs: Sequence[Output]) -> object:
         return self._endpoint.answer(self.id, self._body, pooled(outputs), PooledUsage.of(self._usage))
+
+
+def _plain(given: str | Inputs) -> str | list[str | TokenId | list[TokenId]]:
+    """Returns an input without the objects around its texts."""
+    return given if isinstance(given, str) else [one.text if isinstance(one, TextInput) else one for one in given]
 
 
 def pooled(outputs: Sequence[Output]) -> list[bytes]:

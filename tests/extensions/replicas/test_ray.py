@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,13 +13,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import pytest
 
 from tests.pace import far
+from tests.ports import free_port
 from tests.server.http_client import as_operator
 
 pytestmark = [
@@ -40,11 +43,16 @@ class Router:
         assert self.process.stdout is not None
         self.said: list[str] = []
         url = None
-        while url is None:
-            line = self.process.stdout.readline()
-            assert line, "".join(self.said)
-            self.said.append(line)
-            url = re.search(r"http://127\.0\.0\.1:\d+", line)
+        try:
+            while url is None:
+                line = self.process.stdout.readline()
+                assert line, "".join(self.said)
+                self.said.append(line)
+                url = re.search(r"http://127\.0\.0\.1:\d+", line)
+        except AssertionError:
+            self.process.stdout.close()
+            self.process.wait(far(60))
+            raise
         self.url = url[0]
         self._reading = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
         self._reading.start()
@@ -59,6 +67,16 @@ class Router:
         code = self.process.wait(far(60))
         self._reading.join(far(60))
         return code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(far(60))
+        self._reading.join(far(60))
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = json.dumps(body).encode() if body is not None else None
@@ -76,10 +94,10 @@ class Router:
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[Router]:
-    running = Router()
-    running.wait_for(2)
-    yield running
-    assert running.stop() == 0, "".join(running.said)
+    with Router() as running:
+        running.wait_for(2)
+        yield running
+        assert running.stop() == 0, "".join(running.said)
 
 
 def complete(router: Router, prompt: str, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
@@ -165,18 +183,22 @@ def test_one_can_be_drained(router: Router) -> None:
 def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A Ray cluster that no router has started, as variables that lead to it."""
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    port = "6395"
+    port = str(free_port())
     start = [*ray, "start", "--head", "--port", port, "--num-cpus", "2", "--include-dashboard", "false"]
-    subprocess.run([*start, "--temp-dir", str(Path("/tmp") / f"ray-{os.getpid()}")], check=True, capture_output=True)
+    start += ["--min-worker-port", "0", "--max-worker-port", "0"]  # else 10002 to 19999, where the port may lie
+    # A new Ray asks for a token where one lies in the home folder, but a process that joins sends it only if told to.
+    access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    folder = str(Path("/tmp") / f"ray-{os.getpid()}")
+    subprocess.run([*start, "--temp-dir", folder], check=True, capture_output=True, env={**os.environ, **access})
     try:
-        yield {"RAY_ADDRESS": f"127.0.0.1:{port}", "CALLBOARD_PLACEMENT__CLUSTER_KEY": "k" * 32}
+        yield {"RAY_ADDRESS": f"127.0.0.1:{port}", "CALLBOARD_PLACEMENT__CLUSTER_KEY": "k" * 32, **access}
     finally:
         subprocess.run([*ray, "stop", "--force"], check=True, capture_output=True)
 
 
 def test_sessions_stay_where_they_are_when_one_of_two_routers_is_killed(cluster: dict[str, str]) -> None:
-    one, other = (Router("--fleet", "shared", **cluster) for _ in range(2))
-    try:
+    with ExitStack() as routers:
+        one, other = (routers.enter_context(Router("--fleet", "shared", **cluster)) for _ in range(2))
         for router in (one, other):
             router.wait_for(2)
         pids = set(_engine_pids())
@@ -193,7 +215,7 @@ def test_sessions_stay_where_they_are_when_one_of_two_routers_is_killed(cluster:
             usage = complete(other, prompt + "x = 1\ny = 2\n", session_id=f"s{number}")["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= 64, number
         assert set(_engine_pids()) == pids
-        late = Router("--fleet", "shared", **cluster)
+        late = routers.enter_context(Router("--fleet", "shared", **cluster))
         late.wait_for(2)
         assert late.ask("/replicas/replica0/drain", {})["state"] == "draining"
         other.wait_for(1)
@@ -205,9 +227,6 @@ def test_sessions_stay_where_they_are_when_one_of_two_routers_is_killed(cluster:
         assert len(_engine_pids()) == 2, "replicas outlive their routers"
         with pytest.raises(AssertionError, match="runs with other settings"):
             Router("--fleet", "shared", "--set", "scheduler.max_running=3", **cluster)
-    finally:
-        for router in (one, other):
-            router.process.kill()
 
 
 def _engine_pids() -> list[int]:
