@@ -19,7 +19,7 @@ from engine.layers.comm import Comm, Unconnected
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
-from engine.layers.mlp import GatedMLP, activated, clamped_swish, gated
+from engine.layers.mlp import GatedMLP, activated, activated_by_rows, clamped_swish, gated
 from engine.layers.router import Router
 from engine.layers.weights import WeightSlice, joined, merged, not_here, parameter, transposed, whole
 from engine.types.errors import ConfigError
@@ -46,14 +46,19 @@ class Expert:
         self.gate_up = ColumnLinear(hidden_size, parts, bias, comm, device, dtype)
         self.down = PartialLinear(size, hidden_size, bias, comm, device, dtype)
         self.linears = (self.gate_up, self.down)
+        self._activate = activated
+
+    def by_rows(self) -> None:
+        """Compute the activation by rows (``RowwisePart``)."""
+        self._activate = activated_by_rows
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None = None) -> Tensor:
         gate_up = self.gate_up(x_TD)
         if self.shape.activation == "clamped_swish":
-            return self.down(clamped_swish(gate_up, self.shape.limit, self.shape.slope))
+            return self.down(clamped_swish(gate_up, self.shape.limit, self.shape.slope, self._activate))
         if not self.shape.gate:
-            return self.down(activated(gate_up, self.shape.activation))
-        return self.down(gated(gate_up, self.shape.activation, kernels))
+            return self.down(self._activate(gate_up, self.shape.activation))
+        return self.down(gated(gate_up, self.shape.activation, kernels, self._activate))
 
     def slices(self, name: str) -> Iterator[WeightSlice]:
         """Yield the slices of a checkpoint that has this expert in its own tensors."""
@@ -97,7 +102,16 @@ class Experts:
         routed = [] if self.on_gpu else [linear for expert in self.experts for linear in expert.linears]
         others = [one for one in (self.shared, self.beside) if one is not None]
         self.linears = [*routed, *(linear for one in others for linear in one.linears)]
+        self.exacts = [self.router.linear] if self.shared_gate is None else [self.router.linear, self.shared_gate]
         self._kernels: DeviceKernels | None = None
+        self._activate = activated
+
+    def by_rows(self) -> None:
+        """Compute activations and the router's choice by rows (``RowwisePart``)."""
+        self._activate = activated_by_rows
+        for part in (self.router, self.shared, self.beside, *self.experts):
+            if part is not None:
+                part.by_rows()
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         weights_TK, experts_TK = self.router(x_TD, self._kernels)
@@ -110,7 +124,7 @@ class Experts:
         if self.shared is not None:
             shared_TD = self.shared(x_TD, kernels)
             if self.shared_gate is not None:
-                shared_TD *= self.shared_gate(x_TD).sigmoid_()
+                shared_TD *= self._activate(self.shared_gate(x_TD), "sigmoid")
             out_TD += shared_TD
         if self.comm.size > 1:
             out_TD = self.comm.all_reduce(out_TD)

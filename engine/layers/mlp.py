@@ -62,11 +62,13 @@ def gated(
     return activate(gate_TI, kind).mul_(up_TI)
 
 
-def clamped_swish(gate_up_TI2: Tensor, limit: float, slope: float) -> Tensor:
+def clamped_swish(
+    gate_up_TI2: Tensor, limit: float, slope: float, activate: Callable[[Tensor, str], Tensor] = activated
+) -> Tensor:
     """Return (up + 1) gate sigmoid(slope gate), [T, I], of clamped gates and ups, which alternate in the input."""
     gate_TI, up_TI = gate_up_TI2.unflatten(-1, (-1, 2)).unbind(-1)
     gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)
-    return (up_TI + 1) * (gate_TI * torch.sigmoid(gate_TI * slope))
+    return (up_TI + 1) * (gate_TI * activate(gate_TI * slope, "sigmoid"))
 
 
 class GatedMLP:

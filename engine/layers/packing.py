@@ -96,10 +96,13 @@ class HeadKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """The kernels of a model.  layers: for the decoder's layers.  head: for the LM head, nearly exact."""
+    """The kernels of a model.  layers: for the decoder's layers.  head: for the LM head, nearly exact.
+
+    exact: with invariant numerics, for products that are never rounded, which torch computes otherwise."""
 
     layers: LinearKernel
     head: LinearKernel
+    exact: LinearKernel | None = None
 
 
 def fits_float16(weight_OI: Tensor, exactly: bool) -> bool:

@@ -122,6 +122,14 @@ class RowwisePart(Protocol):
         ...
 
 
+@runtime_checkable
+class ExactPart(Protocol):
+    """A part with products that are never rounded.  exacts: these, which ``linears`` leaves out."""
+
+    @property
+    def exacts(self) -> Sequence[Linear]: ...
+
+
 def build(
     kind: type[Built], shape: PartShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
 ) -> Built:

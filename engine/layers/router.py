@@ -12,7 +12,22 @@ from torch import Tensor
 from engine.checkpoints.shape import RouterShape
 from engine.layers.kernels import DeviceKernels
 from engine.layers.linear import Linear
+from engine.layers.mlp import activated, activated_by_rows
 from engine.layers.weights import WeightSlice, parameter, whole
+
+
+def row_sums(weights_TK: Tensor) -> Tensor:
+    """Return the sum of each row, [T, 1]."""
+    return weights_TK.sum(-1, keepdim=True)
+
+
+def sums_by_rows(weights_TK: Tensor) -> Tensor:
+    """Return the sum of each row, [T, 1], in the order of its numbers, as torch adds only some numbers of rows."""
+    first_T1, *others = weights_TK.split(1, 1)
+    total_T1 = first_T1.clone()
+    for one in others:
+        total_T1 += one
+    return total_T1
 
 
 class Router:
@@ -30,9 +45,14 @@ class Router:
         self.shape = shape
         self.num_chosen = num_chosen
         self.linear = Linear(hidden_size, num_experts, shape.bias, device, torch.float32 if shape.exact else dtype)
+        self._activate, self._total = activated, row_sums
         self.correction_E: Tensor | None = None
         if shape.corrected:
             self.correction_E = parameter(num_experts, device=device, dtype=torch.float32)
+
+    def by_rows(self) -> None:
+        """Compute the choice by rows (``RowwisePart``), but for the product."""
+        self._activate, self._total = activated_by_rows, sums_by_rows
 
     def __call__(self, x_TD: Tensor, kernels: DeviceKernels | None = None) -> tuple[Tensor, Tensor]:
         """Return weights_TK in x's dtype, and experts_TK."""
@@ -44,16 +64,17 @@ class Router:
         if shape.by_scores:
             # The same order as that of what follows from the scores, without computing it for all experts.
             scores_TK, experts_TK = self._grouped(scores_TE, -torch.inf).topk(self.num_chosen, -1)
-            weights_TK = scores_TK.softmax(-1) if shape.normalised else scores_TK.sigmoid()
+            weights_TK = scores_TK.softmax(-1) if shape.normalised else self._activate(scores_TK, "sigmoid")
         else:
-            scores_TE = scores_TE.sigmoid() if shape.scoring == "sigmoid" else scores_TE.softmax(-1)
+            is_sigmoid = shape.scoring == "sigmoid"
+            scores_TE = self._activate(scores_TE, "sigmoid") if is_sigmoid else scores_TE.softmax(-1)
             # Scores are at least 0, but a corrected score may be negative.
             hidden = 0.0 if self.correction_E is None else -torch.inf
             chosen_by_TE = scores_TE if self.correction_E is None else scores_TE + self.correction_E
             experts_TK = self._grouped(chosen_by_TE, hidden).topk(self.num_chosen, -1).indices
             weights_TK = scores_TE.gather(1, experts_TK)
             if shape.normalised:
-                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+                weights_TK = weights_TK / (self._total(weights_TK) + 1e-20)
         return weights_TK.mul_(shape.scale).to(x_TD.dtype), experts_TK
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:

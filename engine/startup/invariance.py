@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import ExpertsShape
 from engine.execution.attention import RankAttention
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.prompt_logprobs import SCORED_ROWS
@@ -54,14 +53,15 @@ WISHES = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_
 PENALISED_ROW, PENALISED = 3, SamplingParams(repetition_penalty=1.1)
 
 
-def require_provable(plan: Model) -> None:
-    """Raise ConfigError for a model with a part that is known to differ, or that is not tried.  plan: its shapes."""
+def require_provable(plan: Model, device: torch.device) -> None:
+    """Raise ConfigError for a model with a part that is known to differ there, or that is not tried.  plan: its
+    shapes."""
     if not isinstance(plan, Decoder) or plan.task_head is not None:
         fault = "only callboard's own families that generate text support it"
     elif plan.attention_spec.latent_size:
         fault = "this model's pages keep latents, for which there is no proof"
-    elif any(isinstance(layer.mlp, ExpertsShape) for layer in plan.shape.layers):
-        fault = "this model has experts, which are chosen by torch's product"
+    elif device.type != "cpu" and plan.shape.experts:
+        fault = "this model has experts, and a GPU's kernel of experts takes tiles by the number of a step's tokens"
     else:
         return
     raise ConfigError(f"model.numerics=invariant: {fault}; set model.numerics=fast")

@@ -50,14 +50,15 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     layers, head = plan.linear_shapes()
     if context.quantization == "none":
         kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, [*layers, head]))
-        return Linears(kernel, kernel)
+        return Linears(kernel, kernel, kernel)
     kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, layers))
-    if isinstance(kernel, HeadKernel) and plan.task_head is None:
-        return Linears(kernel, kernel.head)
     # 'auto' for the head: a kernel that was named for rounded weights need not know others.
-    exact = replace(context, quantization="none")
-    unnamed = Plugins({"linear": "auto"}, options=plugins.options)
-    return Linears(kernel, choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, [head])))
+    context, unnamed = replace(context, quantization="none"), Plugins({"linear": "auto"}, options=plugins.options)
+    finer = kernel.head if isinstance(kernel, HeadKernel) and plan.task_head is None else None
+    if finer is not None and not context.invariant:
+        return Linears(kernel, finer)
+    exact = choose_linear(unnamed, context, lambda kernels: race.seconds(kernels, [head]))
+    return Linears(kernel, exact if finer is None else finer, exact)
 
 
 def _keeps(spec: ModelSpec, plugins: Plugins, context: LinearContext) -> bool:

@@ -92,10 +92,11 @@ def serve(directory: Path, tables: dict[str, Any]) -> Served:
     )
 
 
-# Without Kimi-Linear, whose pages keep latents, and families with experts: invariant numerics are refused for both.
-MEMBERS = ["qwen3-5", "granite4-hybrid", "lfm2", "olmo-hybrid", "nemotron-h", "falcon-h1", "bamba"]
-# A norm over all heads together, whose squares ranks add up.
-OTHER_BITS_ON_TWO_RANKS = ("olmo-hybrid",)
+# Without Kimi-Linear, whose pages keep latents: invariant numerics are refused for it.
+WITH_EXPERTS = ["qwen3-next", "qwen3-5-moe", "granite4-hybrid-experts", "lfm2-moe", "nemotron-h-experts", "minimax"]
+MEMBERS = ["qwen3-5", "granite4-hybrid", "lfm2", "olmo-hybrid", "nemotron-h", "falcon-h1", "bamba", *WITH_EXPERTS]
+# A norm over all heads together, whose squares ranks add up, and experts, whose results they do.
+OTHER_BITS_ON_TWO_RANKS = ("olmo-hybrid", *WITH_EXPERTS)
 
 
 @pytest.fixture(scope="module", params=MEMBERS)

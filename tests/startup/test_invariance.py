@@ -19,6 +19,7 @@ from engine.kernels.attention import CompiledAttention
 from engine.kernels.cpu import cpu_kernels
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.comm import Comm
+from engine.layers.experts import Experts
 from engine.layers.kernels import LayerKernels
 from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.mlp import DIVIDED, GatedMLP, activated_by_rows
@@ -140,6 +141,35 @@ def test_a_product_that_depends_on_the_batch_is_named(kernel: LinearKernel, part
         prove(model(kernel))
 
 
+@pytest.mark.parametrize("variant", ["qwen3-5-moe", "glm4-moe", "gpt-oss", "nemotron-h-experts"])
+def test_experts_and_their_choice_are_by_rows(variant: str, tmp_path: Path) -> None:
+    """Routers of all kinds: softmax and sigmoid, corrected and not, with a shared expert that has a gate."""
+    spec = read_model(save(build(variant), tmp_path), PluginsSection())
+    kernel = OneDNN(4, invariant=True)
+
+    def loaded(exact: LinearKernel) -> Decoder:
+        place = (LocalComm(), CPU, torch.float32)
+        decoder = load_model(spec, *place, "dummy", 1, False, Linears(kernel, kernel), kernels=cpu_kernels())
+        assert isinstance(decoder, Decoder)
+        decoder.by_rows(exact)
+        return decoder
+
+    assert not _differing(loaded(kernel))
+    assert _differing(loaded(OneScale()))
+
+
+def _differing(decoder: Decoder) -> list[int]:
+    """Return the layers whose mixture of experts gives a row other bits among fewer rows."""
+    x_TD = torch.randn(200, decoder.shape.hidden_size, generator=torch.Generator().manual_seed(1))
+    found, kernels = [], decoder.kernels
+    for index, mlp in ((index, one.mlp) for index, one in enumerate(decoder.layers)):
+        if isinstance(mlp, Experts):
+            whole = mlp(x_TD.clone(), kernels)
+            parts = [mlp(x_TD[first:last].clone(), kernels) for first, last in pieces(200)]
+            found += [] if torch.equal(torch.cat(parts), whole) else [index]
+    return found
+
+
 def test_log_probabilities_that_depend_on_the_batch_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = invariance.batch_logprobs
 
@@ -250,16 +280,24 @@ def test_sums_of_ranks_are_in_the_order_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "said"), [("mixtral", "has experts"), ("deepseek-v2", "keep latents"), ("qwen3", "")]
+    ("variant", "device", "said"),
+    [
+        ("mixtral", "cuda", "has experts"),
+        ("deepseek-v2", "cpu", "keep latents"),
+        ("qwen3", "cuda", ""),
+        ("mixtral", "cpu", ""),
+    ],
 )
-def test_parts_that_are_known_not_to_hold_are_refused_by_shapes_alone(variant: str, said: str, tmp_path: Path) -> None:
+def test_parts_that_are_known_not_to_hold_are_refused_by_shapes_alone(
+    variant: str, device: str, said: str, tmp_path: Path
+) -> None:
     spec = read_model(save(build(variant), tmp_path), PluginsSection())
     plan = build_model(spec.shape, LocalComm(), torch.device("meta"), torch.float32)
     if not said:
-        require_provable(plan)
+        require_provable(plan, torch.device(device))
         return
     with pytest.raises(ConfigError, match=rf"invariant: this model.* {said}.*; set model\.numerics=fast"):
-        require_provable(plan)
+        require_provable(plan, torch.device(device))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
