@@ -13,8 +13,7 @@ from engine.checkpoints.shape import DecoderShape, LayerShape, RotaryShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import VocabLinear
-from engine.layers.packing import LinearKernel
-from engine.layers.part import Attention, ExactPart, FeedForward, Norm, RowwisePart, build
+from engine.layers.part import Attention, FeedForward, Norm, RowwisePart, build
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.rotary import Rotary
 from engine.layers.step import StateTap, StepTensors
@@ -143,16 +142,11 @@ class Decoder(DecoderWeights):
         """Return the LM head's input for rows from ``hidden``: the model's last representation of them."""
         return self.norm.added(x_ND, None, self.kernels)
 
-    def by_rows(self, exact: LinearKernel | None = None) -> None:
-        """Make the parts compute a token with the same bits whatever else is in a step (``model.numerics``).
-
-        exact: as in ``Linears``."""
+    def by_rows(self) -> None:
+        """Make the parts compute a token with the same bits whatever else is in a step (``model.numerics``)."""
         self._rowwise = True  # the sampler gets float32 logits: sums in another dtype have another order
         on_cpu = self.device.type == "cpu"  # only there threads divide an activation
         for part in (one for layer in self.layers for one in layer.parts):
-            if exact is not None and isinstance(part, ExactPart):
-                for linear in part.exacts:
-                    linear.pack(exact)
             if isinstance(part, RowwisePart) and (on_cpu or isinstance(part, RecurrentPart)):
                 part.by_rows()
 

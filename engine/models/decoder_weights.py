@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.checkpoints.shape import DecoderShape
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear
-from engine.layers.packing import LinearKernel, Linears
-from engine.layers.part import Attention, FeedForward, Norm, Recurrent
+from engine.layers.packing import Linears
+from engine.layers.part import Attention, ExactPart, FeedForward, Norm, Recurrent
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, whole
 
@@ -29,12 +29,15 @@ class LayerWeights:
         """Layers that the linear kernel computes, in the order of their products."""
         return tuple(linear for part in self.products for linear in part.linears)
 
-    def pack(self, kernels: LayerKernels | None, kernel: LinearKernel) -> None:
+    def pack(self, kernels: LayerKernels | None, linears: Linears) -> None:
         """Lay the weights out for the device and its kernels; called once, after loading."""
         for linear in self.linears:
-            linear.pack(kernel)
+            linear.pack(linears.layers)
         for part in self.parts:
             part.pack(kernels)
+            if linears.exact is not None and isinstance(part, ExactPart):
+                for linear in part.exacts:
+                    linear.pack(linears.exact)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this layer reads."""
@@ -114,7 +117,7 @@ class DecoderWeights:
             self.embedding.pack_kept(linears.head)
         for index, layer in enumerate(self.layers):
             read(layer.slices(f"{self.shape.names.layers}.{index}"))
-            layer.pack(kernels, linears.layers)
+            layer.pack(kernels, linears)
         read(self.norm.slices(""))
         self.norm.pack(kernels)
         if self.head is not self.embedding:

@@ -50,7 +50,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     layers, head = plan.linear_shapes()
     if context.quantization == "none":
         kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, [*layers, head]))
-        return Linears(kernel, kernel, kernel)
+        return Linears(kernel, kernel, kernel if context.invariant else None)
     kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, layers))
     # 'auto' for the head: a kernel that was named for rounded weights need not know others.
     context, unnamed = replace(context, quantization="none"), Plugins({"linear": "auto"}, options=plugins.options)
@@ -58,7 +58,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     if finer is not None and not context.invariant:
         return Linears(kernel, finer)
     exact = choose_linear(unnamed, context, lambda kernels: race.seconds(kernels, [head]))
-    return Linears(kernel, exact if finer is None else finer, exact)
+    return Linears(kernel, exact if finer is None else finer, exact if context.invariant else None)
 
 
 def _keeps(spec: ModelSpec, plugins: Plugins, context: LinearContext) -> bool:

@@ -32,7 +32,7 @@ from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.ordered_comm import OrderedComm
-from engine.layers.packing import LinearKernel, Linears, RowKeeper
+from engine.layers.packing import Linears, RowKeeper
 from engine.layers.states import RecurrentStates
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
@@ -74,14 +74,12 @@ class Loaded:
 
     reload: as in ``RankContext``.
     kernels: those of a model on a CPU, if there are any.
-    thread_choices: numbers of threads that are worth measuring.
-    exact: as in ``Linears``."""
+    thread_choices: numbers of threads that are worth measuring."""
 
     model: Model
     reload: Callable[[ModelSpec], Model]
     kernels: CPUKernels | None
     thread_choices: Sequence[int]
-    exact: LinearKernel | None
 
 
 def load_runner(
@@ -119,7 +117,7 @@ def load_runner(
     attention = _choose_attention(start, loaded.model)
     rows, sampler = _new_rows(start, loaded.model), _new_sampler(start, loaded)
     if start.invariant:
-        _prove(start, loaded, attention, sampler)
+        _prove(start, loaded.model, attention, sampler)
     if plugins.several.get(LOGITS_PROCESSOR):
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
     stages.begin("KV pool")
@@ -207,10 +205,10 @@ def _load_weights(start: Start) -> Loaded:
             check_room=lambda needed: check_weights(other, needed + copied, start.dtype, free, comm.size),
         )
         if start.invariant and isinstance(again, Decoder):
-            again.by_rows(linears.exact)
+            again.by_rows()
         return again
 
-    return Loaded(model, reload, kernels, thread_choices, linears.exact)
+    return Loaded(model, reload, kernels, thread_choices)
 
 
 def _log_precision(start: Start, linears: Linears) -> None:
@@ -270,10 +268,9 @@ def _new_sampler(start: Start, loaded: Loaded) -> Sampler:
     return Sampler(max_rows, num_outputs, start.max_len, start.device, own_kernels)
 
 
-def _prove(start: Start, loaded: Loaded, attention: RankAttention, sampler: Sampler) -> None:
-    model = loaded.model
+def _prove(start: Start, model: Model, attention: RankAttention, sampler: Sampler) -> None:
     if isinstance(model, Decoder):
-        model.by_rows(loaded.exact)
+        model.by_rows()
         scheduler, kv = start.config.scheduler, start.config.kv
         prove_invariance(
             model,

@@ -149,9 +149,9 @@ def test_experts_and_their_choice_are_by_rows(variant: str, tmp_path: Path) -> N
 
     def loaded(exact: LinearKernel) -> Decoder:
         place = (LocalComm(), CPU, torch.float32)
-        decoder = load_model(spec, *place, "dummy", 1, False, Linears(kernel, kernel), kernels=cpu_kernels())
+        decoder = load_model(spec, *place, "dummy", 1, False, Linears(kernel, kernel, exact), kernels=cpu_kernels())
         assert isinstance(decoder, Decoder)
-        decoder.by_rows(exact)
+        decoder.by_rows()
         return decoder
 
     assert not _differing(loaded(kernel))

@@ -176,7 +176,7 @@ class EagleHead(StatesHead):
         self._kernels = kernels
         plain_bytes = self._linear_bytes()
         read(self._layer_slices())
-        self.layer.pack(kernels, linears.layers)
+        self.layer.pack(kernels, linears)
         self.fuse.pack(linears.layers)
         read(chain(self.norm.slices(""), self.head.slices(self.shape.names.head)))
         self.head.pack(linears.head)

@@ -94,7 +94,7 @@ class MTPHead(StatesHead):
         self._kernels = kernels
         plain_bytes = self._linear_bytes()
         read(self.slices())
-        self.layer.pack(kernels, linears.layers)
+        self.layer.pack(kernels, linears)
         self.fuse.pack(linears.layers)
         for norm in (self.embedding_norm, self.state_norm, self.norm):
             norm.pack(kernels)
