@@ -1,4 +1,6 @@
-"""Two hundred requests to a model with recurrent layers have one digest, however they are served."""
+"""Two hundred requests to a model with recurrent layers have one digest, however they are served.
+
+Models with experts get fewer: on a CPU each expert is a product of its own."""
 
 import hashlib
 import signal
@@ -28,7 +30,7 @@ from tests.workers.executors import children, send
 
 pytestmark = pytest.mark.slow
 
-NUMBER = 200
+NUMBER, NUMBER_WITH_EXPERTS = 200, 40
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
 CONFIG: dict[str, Any] = {
     "model": {"dtype": "float32", "tokenizer": "none", "numerics": "invariant"},
@@ -53,13 +55,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def prompts() -> list[list[int]]:
-    """Return prompts of up to 60 tokens; two of three begin as others do."""
+def prompts(directory: Path) -> list[list[int]]:
+    """Return prompts of up to 60 tokens for a model; two of three begin as others do."""
     roots = [random_tokens(40, seed) for seed in range(6)]
     return [
         (roots[index % 6][: 5 + index % 36] if index % 3 else []) + random_tokens(1 + index % 20, index)
-        for index in range(NUMBER)
+        for index in range(number_for(directory))
     ]
+
+
+def number_for(directory: Path) -> int:
+    return NUMBER_WITH_EXPERTS if directory.name.startswith(tuple(WITH_EXPERTS)) else NUMBER
 
 
 @dataclass
@@ -79,12 +85,12 @@ class Served:
 
 def serve(directory: Path, tables: dict[str, Any]) -> Served:
     with LLM(directory, progress=False, config=CONFIG | tables) as llm:
-        twice = [llm.generate(prompts(), PARAMS) for _ in range(2)]
+        twice = [llm.generate(prompts(directory), PARAMS) for _ in range(2)]
         meter, num_restarts = llm._system.scheduler._planned.meter, llm._system.executors.num_restarts
     found = [[(one.token_ids, one.logprobs) for one in completions] for completions in twice]
     return Served(
         digests=[hashlib.sha256(repr(one).encode()).hexdigest() for one in found],
-        sequences=[[*prompt, *one.token_ids] for prompt, one in zip(prompts(), twice[0], strict=True)],
+        sequences=[[*prompt, *one.token_ids] for prompt, one in zip(prompts(directory), twice[0], strict=True)],
         num_cached=sum(one.usage.cached_tokens for one in twice[1]),
         num_restarts=num_restarts,
         num_proposed=sum(meter.proposed_at),
@@ -122,11 +128,11 @@ def half_right(expected: Served, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kills(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kill an executor in a process of its own when it has answered 100 steps of this test, and again after 400."""
+    """Kill an executor in a process of its own when it has answered 50 steps of this test, and again after 100."""
     complete, num_steps = Completions.complete, iter(range(1 << 30))
 
     def killing(self: Completions, done: StepDone) -> None:
-        if next(num_steps) in (100, 400) and children():
+        if next(num_steps) in (50, 100) and children():
             send(signal.SIGKILL)
         complete(self, done)
 
@@ -137,7 +143,7 @@ def kills(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way]])
 def test_all_ways_have_one_digest(checkpoint: Path, expected: Served, way: str, tmp_path: Path) -> None:
     if way == "on two ranks" and checkpoint.name.startswith(OTHER_BITS_ON_TWO_RANKS):
-        pytest.skip("ranks add up the squares of this family's norm")
+        pytest.skip("ranks add up what one rank adds in another order")
     tables = WAYS[way]
     if tables is STORE:
         tables = {**STORE, "plugins": {**STORE["plugins"], "options": {"kv_store.files": {"path": str(tmp_path)}}}}
@@ -145,7 +151,9 @@ def test_all_ways_have_one_digest(checkpoint: Path, expected: Served, way: str, 
     assert served.digests == expected.digests
     assert served.num_restarts == (2 if "placement" in WAYS[way] else 0)
     if WAYS[way] in (HOST, STORE):
-        assert served.num_cached > 100, "hardly more is cached than without a host tier, which gives 16"
+        assert served.num_cached > number_for(checkpoint) // 2, (
+            "hardly more is cached than without: 16 tokens of 200 requests"
+        )
     if WAYS[way].get("plugins") == PROPOSER["plugins"]:
         assert served.num_proposed > served.num_accepted > 0
 
