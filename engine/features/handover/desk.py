@@ -20,7 +20,7 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WantedBytes:
-    """What a group has: whole pages, int32s, and then the bytes ``first`` to ``end`` of the state in a slot."""
+    """The content of a group: whole pages, int32s, and then the bytes ``first`` to ``end`` of the state in a slot."""
 
     pages: bytes
     slot: int = -1
