@@ -44,7 +44,10 @@ class Bench:
             strategy or LeastRecentlyUsed(),
             policy or MostUrgentFirst(),
             lambda: self.now,
-            features=[*features_of(proposer, num_slots, store_timeout_s, has_host=has_host), *features],
+            features=[
+                *features_of(proposer, num_slots, store_timeout_s, has_host=has_host, vocab_size=VOCAB),
+                *features,
+            ],
             watchers=(self.timelines,),
         )
         self.device = FakeDevice(

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from engine.features.handover.borrower import Borrower
-from engine.features.handover.desk import Desk
+from engine.features.handover.desk import Desk, WantedBytes
 from engine.features.handover.lender import Lender, Loan
 from engine.features.handover.messages import (
     Borrow,
@@ -38,16 +38,20 @@ from engine.features.handover.messages import (
     landings_of,
     order_of,
     report_message,
+    state_number,
     wire_of,
 )
 from engine.features.handover.planner import HandoverPlanner
 from engine.features.handover.sides import Sides
 from engine.features.handover.states import Lending
 from engine.features.handover.wish import Wish
+from engine.features.states.planner import StatesPlanner
+from engine.features.states.policy import EndsAndBranches
 from engine.kv.pages import Pages
 from engine.messages import Admit, Failed, Finish, Step, StepDone, Tokens
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.scheduling.feature import NewFeature
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, PlannerLimits
 from engine.types.params import SamplingParams
@@ -86,6 +90,7 @@ class Setup:
     num_drains: int
     num_cancels: int
     slow: bool
+    num_snapshots: int
 
     @classmethod
     def draw(cls, seed: int) -> "Setup":
@@ -114,6 +119,7 @@ class Setup:
             num_drains=0 if calm else int(dice(16) * 3),
             num_cancels=0 if calm else int(dice(17) * 3),
             slow=not calm and dice(18) < 0.2,
+            num_snapshots=0 if dice(21) < 0.6 else 64 if calm else 7 + int(dice(22) * 8),
         )
 
 
@@ -121,6 +127,7 @@ class HashedDevice(SimDevice):
     """The device, with pages that land from other engines.  land: gives these, for each rank."""
 
     land: "Callable[[int, int, int], list[list[memoryview]]]"
+    landed_state = b""
 
     def run(self, step: Step) -> StepDone:
         """Run a step."""
@@ -132,11 +139,15 @@ class HashedDevice(SimDevice):
                     raise SimIncorrect(f"step {step.step_id}: ranks have different pages of transfer {one.number}")
                 self._kv[page] = np.frombuffer(contents[0], dtype=np.uint64)
                 self._mark("pages landed")
+            if one.with_state:
+                self.states.arrived[state_number(one.number)] = np.frombuffer(self.landed_state, dtype=np.uint64)
+                self._mark("state landed")
         return super().run(step)
 
-    def content(self, pages: bytes) -> bytes:
-        """Return the bytes of pages, as they are now."""
-        return self._kv[ints(pages)].tobytes()
+    def content(self, wanted: WantedBytes) -> bytes:
+        """Return the bytes of pages and of a state, as they are now."""
+        state = self.states.saved(-1, wanted.slot)[wanted.first : wanted.end] if wanted.slot >= 0 else b""
+        return self._kv[ints(wanted.pages)].tobytes() + state
 
 
 @dataclass(slots=True, eq=False)
@@ -176,14 +187,16 @@ class Engine:
                 max_running=setup.num_rows, max_step_tokens=96, prefill_chunk=32, page_size=setup.page_size,
                 num_pages=setup.num_pages, max_len=MAX_LEN, eos_token_ids=(), num_ranks=setup.num_ranks,
             )  # fmt: skip
-            features = [partial(HandoverPlanner, lent_share=setup.lent_share)]
+            features: list[NewFeature] = [partial(HandoverPlanner, lent_share=setup.lent_share)]
+            if setup.num_snapshots:
+                features.append(partial(StatesPlanner, policy=EndsAndBranches(), num_slots=setup.num_snapshots))
             self.planner = Planner(limits, LeastRecentlyUsed(), MostUrgentFirst(), world.now, features=features)
             (self.handover,) = (one for one in self.planner.features.all if isinstance(one, HandoverPlanner))
             wrap(self.planner.pages.allocator, "free", self._freed)
         self.device = HashedDevice(
             num_rows=setup.num_rows, num_slots=0, max_len=MAX_LEN, page_size=setup.page_size, num_pages=setup.num_pages,
             num_host_pages=0, store=SimStore(setup.seed, 0.0), nan_tokens={}, breaks={}, draft=lambda *_: [],
-            mark=world.mark,
+            mark=world.mark, num_snapshots=setup.num_snapshots,
         )  # fmt: skip
         self.steps: list[Step] = []
         self.sides = [self._sides(rank) for rank in range(setup.num_ranks)]
@@ -197,6 +210,7 @@ class Engine:
             address=f"{self.name}.{rank}",
             model=b"model",
             page_bytes=8 * setup.page_size,
+            state_bytes=8 if setup.num_snapshots else 0,
             send=partial(world.send, rank),
             report=lambda report: world.after(
                 world.hop(), partial(self._reported, executors, rank, report), in_order=(self, rank, "report")
@@ -215,14 +229,14 @@ class Engine:
         free(pages)
         self.device.poison(pages)
 
-    def _read(self, executors: tuple[int, int], pages: bytes, done: Callable[[bytes], None]) -> None:
+    def _read(self, executors: tuple[int, int], wanted: WantedBytes, done: Callable[[bytes], None]) -> None:
         """Copy pages on a thread: their bytes are those of a moment before the copy is done."""
         at_once, seconds = self.world.dice() < 0.3, self.world.dice() * 0.05
-        content = self.device.content(pages) if at_once else b""
+        content = self.device.content(wanted) if at_once else b""
 
         def finish() -> None:
             if self._runs(executors):
-                done(content or self.device.content(pages))
+                done(content or self.device.content(wanted))
 
         self.world.after(seconds, finish)
 
@@ -232,7 +246,11 @@ class Engine:
         lapse(name, loan)
 
     def _land(self, number: int, first: int, count: int) -> list[list[memoryview]]:
-        return [sides.borrower.land(number, first, count) for sides in self.sides]
+        by_rank = [sides.borrower.land(number, first, count) for sides in self.sides]
+        if len({state for _, state in by_rank}) > 1:
+            raise SimIncorrect(f"{self.name}: ranks have different states of transfer {number}")
+        self.device.landed_state = by_rank[0][1]
+        return [pages for pages, _ in by_rank]
 
     # ---- what the scheduler does ------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from engine.features.handover.messages import (
 )
 from engine.features.handover.planner import HandoverPlanner
 from engine.features.handover.states import Borrowing, Lending
+from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.scheduling.rows import Sequence
@@ -309,6 +310,27 @@ def pages_are_lent_before_they_are_filled(attach: Method) -> Method:
     return mutant
 
 
+# ---- states -------------------------------------------------------------------------------------
+
+
+def pages_count_without_their_state(end: Method) -> Method:
+    def mutant(self: Borrower, transfer: BorrowedPages) -> None:
+        if self._desk.state_bytes and transfer.groups:
+            for group in range(transfer.num_groups):
+                transfer.groups.setdefault(group, bytes(self._size_of(transfer, group)))
+        end(self, transfer)
+
+    return mutant
+
+
+def the_state_of_another_slot_is_lent(match: Method) -> Method:
+    def mutant(self: StateTree, handle: Handle) -> int:
+        others = [slot for slot in self._snapshots.values() if slot != match(self, handle)]
+        return others[0] if others and handle.node in self._lent else match(self, handle)
+
+    return mutant
+
+
 MUTANTS: dict[Mutant, tuple[Any, str]] = {
     pages_are_acknowledged_before_they_have_come: (Borrower, "granted"),
     nothing_is_acknowledged: (Borrower, "_arrived"),
@@ -341,4 +363,6 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     one_page_too_many_is_adopted: (HandoverPlanner, "adopt"),
     pages_of_another_prompt_are_lent: (HandoverPlanner, "_claimed"),
     pages_are_lent_before_they_are_filled: (HandoverPlanner, "attach"),
+    pages_count_without_their_state: (Borrower, "_end"),
+    the_state_of_another_slot_is_lent: (StateTree, "slot_of"),
 }

@@ -25,6 +25,7 @@ MARKS = (
     "router died",
     "row moved",
     "slow link",
+    "state landed",
 )
 
 

@@ -91,8 +91,8 @@ class Borrower:
             self._moves(transfer, order)
             self._drop(transfer)
 
-    def land(self, number: int, first: int, count: int) -> list[memoryview]:
-        """Return pages that have arrived, and forget the transfer."""
+    def land(self, number: int, first: int, count: int) -> tuple[list[memoryview], bytes]:
+        """Return pages that have arrived and the state behind the last one, and forget the transfer."""
         transfer = self._transfers[number]
         lands = self._moves(transfer, PagesLanded())
         assert lands, f"transfer {number} lands and is {transfer.state.value}"
@@ -102,7 +102,15 @@ class Borrower:
         for page in range(first, first + count):
             group, at = divmod(page, per_group)
             pages.append(memoryview(transfer.groups[group])[at * size : (at + 1) * size])
-        return pages
+        return pages, self._state_of(transfer)
+
+    def _state_of(self, transfer: BorrowedPages) -> bytes:
+        if not (size := self._desk.state_bytes):
+            return b""
+        first, at = divmod(transfer.num_pages, transfer.group_pages)
+        end = b"".join(transfer.groups[group] for group in range(first, transfer.num_groups))
+        at *= self._desk.page_bytes
+        return end[at : at + size]
 
     # ---- from the lender --------------------------------------------------------------------
 
@@ -111,11 +119,14 @@ class Borrower:
         transfer = self._named.get(grant.name)
         if transfer is None or grant.group_pages < 1 or not self._moves(transfer, grant):
             return
+        is_behind = grant.num_pages > transfer.num_pages  # a state behind more than what was asked for is of no use
         self.num_bytes -= self._reserved(transfer)
         transfer.num_pages = max(0, min(transfer.num_pages, grant.num_pages))
         self.num_bytes += self._reserved(transfer)
         transfer.group_pages = grant.group_pages
-        transfer.num_groups = -(-transfer.num_pages // grant.group_pages)
+        is_useful = transfer.num_pages and not (self._desk.state_bytes and is_behind)
+        group_bytes = grant.group_pages * self._desk.page_bytes
+        transfer.num_groups = -(-self._reserved(transfer) // group_bytes) if is_useful else 0
         self._arrived(transfer) if not transfer.num_groups else self._ask(transfer)
 
     def denied(self, deny: Deny) -> None:
@@ -164,8 +175,8 @@ class Borrower:
             self._desk.send(transfer.lender, fetch, b"")
 
     def _size_of(self, transfer: BorrowedPages, group: int) -> int:
-        num_before = group * transfer.group_pages
-        return min(transfer.group_pages, transfer.num_pages - num_before) * self._desk.page_bytes
+        group_bytes = transfer.group_pages * self._desk.page_bytes
+        return min(group_bytes, self._reserved(transfer) - group * group_bytes)
 
     def _arrived(self, transfer: BorrowedPages) -> None:
         self._desk.send(transfer.lender, Acknowledge(name=transfer.claim.name), b"")
@@ -178,14 +189,16 @@ class Borrower:
             self._end(transfer)
 
     def _end(self, transfer: BorrowedPages) -> None:
-        """Report the pages that have come without a gap."""
+        """Report the pages that have come without a gap; without the state behind them they are of no use."""
         self._cancel_timers(transfer)
         first_gap = next((group for group in range(transfer.num_groups) if group not in transfer.groups), None)
-        num_pages = transfer.num_pages if first_gap is None else first_gap * transfer.group_pages
+        num_pages = transfer.num_pages
+        if first_gap is not None:
+            num_pages = 0 if self._desk.state_bytes else first_gap * transfer.group_pages
         self._desk.report(Borrowed(number=transfer.number, num_pages=num_pages if transfer.num_groups else 0))
 
     def _reserved(self, transfer: BorrowedPages) -> int:
-        return transfer.num_pages * self._desk.page_bytes
+        return transfer.num_pages * self._desk.page_bytes + self._desk.state_bytes
 
     def _drop(self, transfer: BorrowedPages) -> None:
         self._cancel_timers(transfer)

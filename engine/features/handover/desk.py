@@ -18,14 +18,24 @@ class Timer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class WantedBytes:
+    """The content of a group: whole pages, int32s, and then the bytes ``first`` to ``end`` of the state in a slot."""
+
+    pages: bytes
+    slot: int = -1
+    first: int = 0
+    end: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desk:
     """The rank of a lender and a borrower; all calls are made on one thread.
 
     address: where answers to this rank go.  model: digest of all that the bytes of a page depend on.
-    page_bytes: size of a page on this rank.
+    page_bytes: size of a page on this rank.  state_bytes: size of a state; 0 for a model without states.
     send: passes a message, and bytes after it, to an address; it may be lost.  report: passes a report to the planner.
-    later: calls back after so many seconds.  read: copies pages out of the pool, and calls back with their bytes."""
+    later: calls back after so many seconds.  read: copies out what is wanted, and calls back with the bytes."""
 
     address: str
     model: bytes
@@ -33,4 +43,5 @@ class Desk:
     send: Callable[[str, Wire, bytes], None]
     report: Callable[[Report], None]
     later: Callable[[float, Callable[[], None]], Timer]
-    read: Callable[[bytes, Callable[[bytes], None]], None]
+    read: Callable[[WantedBytes, Callable[[bytes], None]], None]
+    state_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Hand-overs and the model: the states that do not move."""
+"""Hand-overs and the model: the states of a proposer do not move."""
 
 from engine.plugins.features import ModelFit
 from engine.plugins.kinds import PROPOSER, chosen_plugins
@@ -8,15 +8,10 @@ from engine.types.errors import PluginError
 
 
 def fit_model(fit: ModelFit) -> ModelFit:
-    """Return the fit.  Raises PluginError for recurrent layers and for a proposer that reads states, whose states do
-    not move with pages."""
+    """Return the fit.  Raises PluginError for a proposer that reads the model's states, which do not move."""
     carrier = chosen_plugins(fit.config).get(TRANSFER)
     if carrier is None:
         return fit
-    if fit.spec.state_bytes:
-        raise PluginError(
-            f"plugins.transfer={carrier}: the states of recurrent layers do not move with pages; set it to 'none'"
-        )
     if isinstance(fit.proposer, DraftModel) and fit.proposer.reads_states:
         raise PluginError(
             f"plugin {fit.names[PROPOSER]}: plugins.transfer={carrier} does not move the model states it reads; set it "

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
-from engine.features.handover.desk import Desk, Timer
+from engine.features.handover.desk import Desk, Timer, WantedBytes
 from engine.features.handover.messages import (
     Acknowledge,
     Claim,
@@ -37,11 +37,14 @@ MOST_READS: Final = 4  # of one loan at a time; what is wanted beyond that is wa
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """One transfer.  borrower: where answers go; '' until a claim has come.  pages: int32s of the pool."""
+    """One transfer.  borrower: where answers go; '' until a claim has come.  pages: int32s of the pool.
+
+    slot: of the state behind them; -1 for none."""
 
     state: Lending
     borrower: str = ""
     pages: bytes = b""
+    slot: int = -1
     num_reads: int = 0
     timer: Timer | None = None
 
@@ -67,7 +70,7 @@ class Lender:
         """Begin a lease.  The claim of this rank may have come before it, or comes later."""
         loan = self._loans.setdefault(order.name, Loan(Lending.ASKED))
         if self._moves(loan, order):
-            loan.pages = order.pages
+            loan.pages, loan.slot = order.pages, order.slot
             self._renew(order.name, loan)
             self._grant(order.name, loan)
 
@@ -106,14 +109,24 @@ class Lender:
         if loan is None:
             self._deny(fetch.name, fetch.sender, "the lease is over")
             return
-        size = self._group_pages * PAGE_INDEX_BYTES
-        pages = loan.pages[fetch.group * size : (fetch.group + 1) * size] if fetch.group >= 0 else b""
-        if not self._moves(loan, fetch) or not pages or loan.num_reads >= MOST_READS:
+        wanted = self._wanted(loan, fetch.group) if fetch.group >= 0 else None
+        if not self._moves(loan, fetch) or wanted is None or loan.num_reads >= MOST_READS:
             return
         loan.borrower = fetch.sender
         self._renew(fetch.name, loan)
         loan.num_reads += 1
-        self._desk.read(pages, lambda content: self._read(fetch, loan, content))
+        self._desk.read(wanted, lambda content: self._read(fetch, loan, content))
+
+    def _wanted(self, loan: Loan, group: int) -> WantedBytes | None:
+        """Return what a group has; None if there is no such group."""
+        size, page_bytes = self._group_pages * PAGE_INDEX_BYTES, self._desk.page_bytes
+        pages = loan.pages[group * size : (group + 1) * size]
+        state_bytes = self._desk.state_bytes if loan.slot >= 0 else 0
+        before = len(loan.pages) // PAGE_INDEX_BYTES * page_bytes  # of the state
+        first, end = (
+            min(max(0, at * self._group_pages * page_bytes - before), state_bytes) for at in (group, group + 1)
+        )
+        return WantedBytes(pages, loan.slot, first, end) if pages or end > first else None
 
     def _read(self, fetch: Fetch, loan: Loan, content: bytes) -> None:
         loan.num_reads -= 1

@@ -22,6 +22,7 @@ from engine.messages import FeatureAnswer, FeatureRequest, Step
 
 NAME: Final = "handover"
 DIGEST_BYTES: Final = 16
+FIRST_STATE: Final = 1 << 30  # numbers below it are those of states that a store brings
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -48,7 +49,9 @@ class Claim(_Note, frozen=True, kw_only=True):
 
 
 class Grant(_Note, frozen=True, kw_only=True):
-    """The lender keeps so many pages, from the claim's first one on, in groups of ``group_pages``."""
+    """The lender keeps so many pages, from the claim's first one on, in groups of the bytes of ``group_pages``.
+
+    Behind the pages come the bytes of the state behind the last one, if the model has states."""
 
     name: bytes
     num_pages: int
@@ -71,7 +74,7 @@ class Fetch(_Note, frozen=True, kw_only=True):
 
 
 class PageGroup(_Note, frozen=True, kw_only=True):
-    """A group of pages; their bytes follow the message.  digest: as ``digest_of``."""
+    """A group; its bytes follow the message.  digest: as ``digest_of``."""
 
     name: bytes
     group: int
@@ -115,10 +118,11 @@ class CancelBorrow(_Note, frozen=True, kw_only=True):
 
 
 class Lend(_Note, frozen=True, kw_only=True):
-    """Keep these pages of the pool for a claim: int32[n]."""
+    """Keep these pages of the pool for a claim: int32[n].  slot: of the state behind them; -1 without states."""
 
     name: bytes
     pages: bytes
+    slot: int = -1
 
 
 class Decline(_Note, frozen=True, kw_only=True):
@@ -170,11 +174,13 @@ Report = Claimed | Returned | Borrowed | OfferOver
 class PagesLanding(_Note, frozen=True, kw_only=True):
     """Copy borrowed pages into pages of the pool.
 
-    first: the first of the borrowed pages that is used; the rest is forgotten.  pages: int32[k]."""
+    first: the first of the borrowed pages that is used; the rest is forgotten.  pages: int32[k].
+    with_state: the state behind the last borrowed page arrives with them, under ``state_number``."""
 
     number: int
     first: int
     pages: bytes
+    with_state: bool = False
 
 
 _wire = msgspec.msgpack.Decoder(Wire)
@@ -224,6 +230,11 @@ def landings_part(landings: tuple[PagesLanding, ...]) -> dict[str, bytes]:
 def landings_of(step: Step) -> tuple[PagesLanding, ...]:
     """Return the landings of a step."""
     return _landings.decode(part) if (part := step.parts.get(NAME)) is not None else ()
+
+
+def state_number(number: int) -> int:
+    """Return the number under which the state of a transfer arrives."""
+    return FIRST_STATE + number
 
 
 def name_of(request: str, number: int, claim: Claim) -> bytes:

@@ -12,7 +12,7 @@ sequence needs the room.
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -36,13 +36,14 @@ from engine.features.handover.messages import (
     name_of,
     order_message,
     report_of,
+    state_number,
 )
 from engine.features.handover.terms import terms_of
 from engine.features.handover.wish import Wish, wish_of
 from engine.kv.match import Match
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
-from engine.kv.radix import TOKEN_BYTES
+from engine.kv.radix import TOKEN_BYTES, RadixTree
 from engine.messages import Admit, FeatureAnswer, FeatureRequest
 from engine.plugins.features import FeatureContext
 from engine.scheduling.events import Why
@@ -52,6 +53,42 @@ from engine.scheduling.step_builder import InFlight, StepBuilder
 
 MOST_WAITING: Final = 32  # sequences that wait for pages of other engines
 MOST_OFFERS: Final = 256
+
+
+@runtime_checkable
+class TreeOfStates(Protocol):
+    """A tree that has states behind pages, each in a slot.  num_to_take: states that may arrive.
+
+    may_lend: whether one more may be lent."""
+
+    @property
+    def num_to_take(self) -> int: ...
+    @property
+    def may_lend(self) -> bool: ...
+
+    def match_here(self, key: bytes, namespace: Namespace) -> Match:
+        """Find the longest prefix that is on the device and has a state."""
+        ...
+
+    def slot_of(self, handle: Handle) -> int:
+        """Return the slot of the state at a handle's end."""
+        ...
+
+    def lend_state(self, handle: Handle) -> None:
+        """Keep the state at a handle's end."""
+        ...
+
+    def take_back(self, handle: Handle) -> None:
+        """End a ``lend_state``."""
+        ...
+
+    def has_arrived(self, handle: Handle) -> bool:
+        """Return whether the state at a handle's end is in its slot."""
+        ...
+
+    def arrive(self, handle: Handle, number: int) -> None:
+        """Keep a state that arrives with the next step at a handle's end.  number: of what brings it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -83,7 +120,6 @@ class HandoverPlanner(PlannerFeature):
     def __init__(self, parts: PlannerParts, lent_share: float) -> None:
         self._parts = parts
         self._pages = parts.pages
-        self._tree = parts.pages.tree
         self._most_lent = int(lent_share * parts.limits.num_pages)
         self._loans: dict[bytes, LentPages] = {}
         self._offers: dict[str, Handle] = {}
@@ -146,17 +182,29 @@ class HandoverPlanner(PlannerFeature):
         if not loaned.first_page <= first < end:
             self._order(CancelBorrow(number=loaned.number))
             return
+        tree, states = self._tree, self._states
+        if states is not None and not states.num_to_take:
+            self._order(CancelBorrow(number=loaned.number))
+            return
         pages = pages[: end - first]
-        # A store copies new pages out before those of a step come in, so it cannot have these.
-        noted, self._tree.new_pages = self._tree.new_pages, None
-        self._tree.publish(
-            handle,
-            key[: (first + len(pages)) * self._tree.page_bytes],
-            np.concatenate((self._tree.pages(handle), pages)),
-        )
-        self._tree.new_pages = noted
+        # A store copies what is new out before the content of a step comes in, so it cannot have these.
+        noted = tree.new_pages, tree.new_state
+        tree.new_pages = tree.new_state = None
+        end_of_key = (first + len(pages)) * tree.page_bytes
+        published = tree.publish(handle, key[:end_of_key], np.concatenate((tree.pages(handle), pages)))
+        num_here = len(published.pages)  # the tree may have pages behind its last state
+        pages[:num_here] = published.pages
+        self._pages.allocator.free(published.duplicates)
+        if states is not None:
+            states.arrive(handle, state_number(loaned.number))
+        tree.new_pages, tree.new_state = noted
         self._landings.append(
-            PagesLanding(number=loaned.number, first=first - loaned.first_page, pages=pages.tobytes())
+            PagesLanding(
+                number=loaned.number,
+                first=first - loaned.first_page + num_here,
+                pages=pages[num_here:].tobytes(),
+                with_state=states is not None,
+            )
         )
 
     def attach(self, step: StepBuilder) -> None:
@@ -174,9 +222,9 @@ class HandoverPlanner(PlannerFeature):
         """Answer the claims for pages that are filled now."""
         if NAME in record.notes:
             self._filling.popleft()
-            early, self._early = self._early, []
-            for claim in early:
-                self._claimed(claim)
+        early, self._early = self._early, []
+        for claim in early:
+            self._claimed(claim)
 
     def ended(self, sequence: Sequence) -> None:
         """Keep the prompt's pages for the engine that they are offered to."""
@@ -185,7 +233,8 @@ class HandoverPlanner(PlannerFeature):
             self._crowded = -1
         if wish is None or not wish.offer or wish.offer in self._offers or len(self._offers) >= MOST_OFFERS:
             return
-        match = self._pages.match(sequence)
+        whole = self._pages.match(sequence)
+        match = self._match(whole.key, whole.namespace)
         if match.num_pages and self._may_lend(match.num_pages):
             self._offers[wish.offer] = self._keep(match)
             self._order(KeepOffer(offer=wish.offer))
@@ -233,17 +282,37 @@ class HandoverPlanner(PlannerFeature):
         running = (one for one in self._parts.table.sequences if one is not None)
         largest = max((self._most_pages(one) for one in running), default=0)
         most = min(self._most_lent, self._parts.limits.num_pages - largest)
-        return self._crowded < 0 and self.num_lent + num_pages <= most
+        is_kept = self._states is None or self._states.may_lend
+        return self._crowded < 0 and is_kept and self.num_lent + num_pages <= most
 
     def _most_pages(self, sequence: Sequence) -> int:
         return -(-(sequence.max_total - 1) // self._parts.limits.page_size)
 
+    @property
+    def _tree(self) -> RadixTree:
+        return self._pages.tree
+
+    @property
+    def _states(self) -> TreeOfStates | None:
+        """The tree, if it has states."""
+        return self._tree if isinstance(self._tree, TreeOfStates) else None
+
+    def _match(self, key: bytes, namespace: Namespace) -> Match:
+        """Return what may be lent of a key: pages on the device, and the state behind them if there are states."""
+        states = self._states
+        return self._tree.match(key, namespace) if states is None else states.match_here(key, namespace)
+
     def _keep(self, match: Match) -> Handle:
         self._pages.num_kept += 1
-        return self._tree.lock(match)
+        handle = self._tree.lock(match)
+        if self._states is not None:
+            self._states.lend_state(handle)
+        return handle
 
     def _drop(self, handle: Handle) -> None:
         self._pages.num_kept -= 1
+        if self._states is not None:
+            self._states.take_back(handle)
         self._tree.unlock(handle)
         self._parts.prefills.unblock()
 
@@ -284,7 +353,7 @@ class HandoverPlanner(PlannerFeature):
         if claim.name in self._loans or any(claim.name == one.name for one in self._early):
             return
         page_bytes = self._tree.page_bytes
-        match = self._tree.match(
+        match = self._match(
             claim.tokens[: len(claim.tokens) // page_bytes * page_bytes], Namespace(claim.cache_salt, claim.weights)
         )
         if (offered := self._offers.pop(claim.offer, None)) is not None:
@@ -296,12 +365,15 @@ class HandoverPlanner(PlannerFeature):
             return
         handle = self._keep(match)
         pages = self._tree.pages(handle)[claim.first_page :]
-        if any(np.isin(pages, filling).any() for filling in self._filling):
+        states = self._states
+        has_arrived = states is None or states.has_arrived(handle)
+        if not has_arrived or any(np.isin(pages, filling).any() for filling in self._filling):
             self._drop(handle)
             self._early.append(claim)
             return
         self._loans[claim.name] = LentPages(handle, self._parts.limits.num_ranks)
-        self._order(Lend(name=claim.name, pages=pages.tobytes()))
+        slot = -1 if states is None else states.slot_of(handle)
+        self._order(Lend(name=claim.name, pages=pages.tobytes(), slot=slot))
 
     def _returned(self, name: bytes) -> None:
         if (loan := self._loans.get(name)) is not None:

@@ -21,7 +21,7 @@ from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
 from engine.execution.page_contents import page_namespace
 from engine.features.handover.borrower import Borrower
-from engine.features.handover.desk import Desk
+from engine.features.handover.desk import Desk, WantedBytes
 from engine.features.handover.lender import Lender
 from engine.features.handover.messages import (
     NAME,
@@ -32,6 +32,7 @@ from engine.features.handover.messages import (
     landings_of,
     order_of,
     report_message,
+    state_number,
     wire_of,
 )
 from engine.features.handover.sides import Sides
@@ -51,12 +52,13 @@ MESSAGE_BYTES: Final = 32 << 20  # a claim has the tokens of a prompt
 class HandoverRank(RankFeature):
     """The hand-overs of one rank, once ``build`` has opened the carrier."""
 
-    order = 11  # a landing may go into a page that the same step moves to the host
+    order = 10  # a landing may go into a page that the same step moves to the host, and a state into a slot
 
     def __init__(self, context: RankContext, options: CarrierOptions) -> None:
         self._context = context
         self._options = options
         self._rank = context.comm.rank
+        self._states = context.states
         self._changing = threading.Lock()
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="lent")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,6 +104,7 @@ class HandoverRank(RankFeature):
             address=self._transfer.address,
             model=self._model,
             page_bytes=self._page_bytes,
+            state_bytes=self._states.data[0].nbytes if self._states is not None else 0,
             send=self._send,
             report=report,
             later=lambda seconds, call: loop.call_later(seconds, self._call, call),
@@ -127,22 +130,28 @@ class HandoverRank(RankFeature):
         if address:
             self._transfer.send(address, frame_of(message), payload)
 
-    def _read(self, pages: bytes, done: Callable[[bytes], None]) -> None:
-        """Copy pages out of the pool on a thread: they are locked, so no step changes them meanwhile."""
+    def _read(self, wanted: WantedBytes, done: Callable[[bytes], None]) -> None:
+        """Copy pages and a state out on a thread: they are locked, so no step changes them meanwhile."""
         loop = self._loop
         assert loop is not None
 
         def copy() -> None:
-            content = self._content(pages)
+            content = self._content(wanted)
             with_loop(loop, partial(self._call, partial(done, content)))
 
         self._copies.submit(copy)
 
     @torch.inference_mode()
-    def _content(self, pages: bytes) -> bytes:
-        index = torch.from_numpy(np.frombuffer(pages, dtype=np.int32).astype(np.int64)).to(self._pages.device)
-        found = self._pages.index_select(0, index).reshape(len(index), -1).view(torch.uint8)
-        return found.cpu().numpy().tobytes()
+    def _content(self, wanted: WantedBytes) -> bytes:
+        index = torch.from_numpy(np.frombuffer(wanted.pages, dtype=np.int32).astype(np.int64)).to(self._pages.device)
+        found = self._pages.index_select(0, index).reshape(-1).view(torch.uint8)
+        content: bytes = found.cpu().numpy().tobytes()
+        if wanted.end > wanted.first:
+            assert self._states is not None, "a state is lent of a model without any"
+            assert self._states.slot is not None, "a state is lent, and no slot keeps one"
+            state = self._states.slot(wanted.slot).view(torch.uint8)[wanted.first : wanted.end]
+            content += state.cpu().numpy().tobytes()
+        return content
 
     def _received(self, frame: bytes, payload: bytes) -> None:
         """Take a message of another engine, on any thread."""
@@ -168,7 +177,11 @@ class HandoverRank(RankFeature):
             pages = np.frombuffer(landing.pages, dtype=np.int32).tolist()
             assert self._sides is not None, "pages land on a rank that was never opened"
             with self._changing:
-                contents = self._sides.borrower.land(landing.number, landing.first, len(pages))
+                contents, state = self._sides.borrower.land(landing.number, landing.first, len(pages))
+            if landing.with_state:
+                assert self._states is not None, "a state lands in a model without any"
+                arrived = torch.frombuffer(bytearray(state), dtype=torch.uint8).view(self._states.data.dtype)
+                self._states.arrived[state_number(landing.number)] = arrived
             for page, content in zip(pages, contents, strict=True):
                 into = self._pages[page]
                 into.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).view(into.dtype).view(into.shape))

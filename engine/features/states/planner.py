@@ -35,6 +35,7 @@ from engine.scheduling.rows import Rows, Sequence
 from engine.scheduling.step_builder import Columns, InFlight, StepBuilder
 
 POLICY: SnapshotPolicy = EndsAndBranches()
+COPIES: Final = "states.copies"
 MOST_AGAIN: Final = 4  # right tokens of a row that a step computes again beside proposed ones
 
 
@@ -73,26 +74,25 @@ class StatesPlanner(PlannerFeature):
         self._policy = policy
         self._rows: dict[int, RowState] = {}
         self._aside: dict[int, SetAside] = {}
-        self._starting: tuple[Handle, Found] | None = None
+        self._starting: tuple[Handle, bytes] | None = None
         self._num_recomputed = 0
 
     # ---- rows that start --------------------------------------------------------------------
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
-        """Note how much of a prompt is cached, with its state and without."""
-        num_cached = self._tree.num_pages_of(key, Namespace(sequence.cache_salt, sequence.weights))
-        found = Found(
-            num_pages=len(key) // self._tree.page_bytes,
-            num_of_prompt=(sequence.num_prompt - 1) // self._page_size,
-            num_cached=num_cached,
-            num_with_state=handle.num_pages,
-        )
-        self._starting = handle, found
+        """Note what keeps the cached pages of a row that starts; features after this one may add some."""
+        self._starting = handle, key
 
     def started(self, sequence: Sequence) -> None:
         """Give a row the state behind its cached pages, and plan the copies of its prompt."""
         assert self._starting is not None, f"row {sequence.row} starts, and its prefix is not known"
-        (handle, found), self._starting = self._starting, None
+        (handle, key), self._starting = self._starting, None
+        found = Found(
+            num_pages=len(key) // self._tree.page_bytes,
+            num_of_prompt=(sequence.num_prompt - 1) // self._page_size,
+            num_cached=self._tree.num_pages_of(key, Namespace(sequence.cache_salt, sequence.weights)),
+            num_with_state=handle.num_pages,
+        )
         if handle.num_pages:
             self._slots.copies.append((self._tree.slot_of(handle), sequence.row))
         if num_again := (found.num_cached - found.num_with_state) * self._page_size:
@@ -156,7 +156,8 @@ class StatesPlanner(PlannerFeature):
                 after += self._copies_of(row, end)
             if len(rows):
                 step.notes[NAME] = rows
-        before, self._slots.copies = self._slots.copies, []
+        if before := self._slots.send():
+            step.notes[COPIES] = True
         if before or after:
             step.parts |= StateCopies(before=_column(before), after=_column(after)).part()
 
@@ -203,6 +204,8 @@ class StatesPlanner(PlannerFeature):
         """Free copies of rows that decode and have filled another page, and states set aside if all tokens were right.
 
         No other step was in flight with one that verified tokens."""
+        if COPIES in record.notes:
+            self._slots.arrived()
         for row, aside in [*self._aside.items()]:
             num_done = self._completions.num_done(row)
             if num_done == aside.end:
@@ -239,7 +242,7 @@ class StatesPlanner(PlannerFeature):
             self._slots.free(slot)
         self._rows.clear()
         self._aside.clear()
-        self._slots.copies.clear()
+        self._slots.reset()
         return []
 
     # ---- views ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Owns: their number, the free ones, the copies before the next step.  Does not know: which row or node has a slot.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
@@ -36,11 +37,14 @@ def num_on_host(num_host_pages: int) -> int:
 class SnapshotSlots:
     """The slots from ``first`` on: ``num_slots`` on the device, and then ``num_host`` in host memory.
 
+    num_on_device, num_host: how many there are.
     copies: those before the next step, one after the other.  A slot that is freed may be a later one's target."""
 
     def __init__(self, first: int, num_slots: int, num_host: int = 0) -> None:
         self.num_host = num_host
         self.copies: list[Copy] = []
+        self.num_on_device = num_slots
+        self._under_way: deque[list[Copy]] = deque()
         self._all = range(first, first + num_slots + num_host)
         self._first_on_host = first + num_slots
         self._free = dict.fromkeys(range(self._first_on_host - 1, first - 1, -1))
@@ -60,6 +64,26 @@ class SnapshotSlots:
     def num_held_on_host(self) -> int:
         """Number of slots in host memory that are not free."""
         return self.num_host - len(self._free_on_host)
+
+    def send(self) -> list[Copy]:
+        """Return the copies for the next step, and forget them when it has ``arrived``."""
+        copies, self.copies = self.copies, []
+        if copies:
+            self._under_way.append(copies)
+        return copies
+
+    def arrived(self) -> None:
+        """Note that the first step with copies has completed."""
+        self._under_way.popleft()
+
+    def is_awaited(self, slot: int) -> bool:
+        """Return whether a step that has not completed copies to a slot before its batch."""
+        return any(slot == target for copies in (self.copies, *self._under_way) for _, target in copies)
+
+    def reset(self) -> None:
+        """Forget all copies: the executors are gone."""
+        self.copies.clear()
+        self._under_way.clear()
 
     def is_on_host(self, slot: int) -> bool:
         """Return whether a slot is in host memory."""

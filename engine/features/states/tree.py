@@ -9,6 +9,7 @@ Where evicted pages have copies in host memory (another kind of tree, which this
 leaves the device gets a slot there, in place of the worst one.
 """
 
+from collections import Counter
 from typing import Any
 
 from engine.features.states.messages import ARRIVING
@@ -37,6 +38,7 @@ class StateTree(RadixTree):
     ) -> None:
         self._slots = slots
         self._snapshots: dict[Node, int] = {}
+        self._lent: Counter[Node] = Counter()  # whose states are read by something that is no row
         super().__init__(page_size, strategy, **others)
 
     @property
@@ -46,14 +48,23 @@ class StateTree(RadixTree):
 
     @property
     def num_to_take(self) -> int:
-        """Number of slots that ``take_slot`` would return: those that are free, and nodes' on the device.
+        """Number of slots that ``take_slot`` would return: those that are free, and nodes' on the device, unless lent.
 
         Rows have none on the host, so slots held there are nodes' too."""
-        return self._slots.num_free + len(self._snapshots) - self._slots.num_held_on_host
+        num_lent = sum(not self._slots.is_on_host(self._snapshots[node]) for node in self._lent)
+        return self._slots.num_free + len(self._snapshots) - self._slots.num_held_on_host - num_lent
 
     def match(self, key: bytes, namespace: Namespace = SHARED) -> Match:
         """Find the longest prefix that is cached with its state.  Changes nothing."""
         match = super().match(key, namespace)
+        if match.end is not None:
+            self._go_back(match)
+        return match
+
+    def match_here(self, key: bytes, namespace: Namespace) -> Match:
+        """Find the longest prefix that is on the device and has a state.  Changes nothing."""
+        match = super().match(key, namespace)
+        match.host_end, match.num_host_pages = None, 0
         if match.end is not None:
             self._go_back(match)
         return match
@@ -114,7 +125,12 @@ class StateTree(RadixTree):
         return slot
 
     def _nodes(self, *, on_host: bool) -> list[Node]:
-        return [node for node, slot in self._snapshots.items() if self._slots.is_on_host(slot) == on_host]
+        """Return the nodes whose snapshots may leave."""
+        return [
+            node
+            for node, slot in self._snapshots.items()
+            if self._slots.is_on_host(slot) == on_host and node not in self._lent
+        ]
 
     def _worst(self, nodes: list[Node]) -> Node:
         """Return the node whose snapshot goes next, by the rank of its pages.
@@ -130,12 +146,11 @@ class StateTree(RadixTree):
 
     def _leave_device(self, node: Node) -> None:
         """Move a node's snapshot to host memory, in place of the worst one there; it is lost if there are no slots."""
-        slot = self._snapshots[node]
-        if self._slots.num_host:
-            if (on_host := self._slots.take(on_host=True)) is None:
-                self._lose_snapshot(self._worst(self._nodes(on_host=True)))
-                on_host = self._slots.take(on_host=True)
-            assert on_host is not None, "a slot on the host is free, and not to be had"
+        slot, on_host = self._snapshots[node], self._slots.take(on_host=True)
+        if on_host is None and (there := self._nodes(on_host=True)):
+            self._lose_snapshot(self._worst(there))
+            on_host = self._slots.take(on_host=True)
+        if on_host is not None:
             self._slots.copies.append((slot, on_host))
             self._snapshots[node] = on_host
             self._slots.free(slot)
@@ -167,6 +182,29 @@ class StateTree(RadixTree):
         self._slots.copies.append((ARRIVING - number, slot))
         self.keep(handle, handle.num_pages, slot)
 
+    # ---- snapshots that another engine reads ------------------------------------------------
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether one more snapshot may be lent: half of the slots on the device stay for rows and other nodes."""
+        return len(self._lent) < max(1, self._slots.num_on_device // 2)
+
+    def lend_state(self, handle: Handle) -> None:
+        """Keep the snapshot at a handle's end in its slot."""
+        assert handle.node in self._snapshots, "a state is lent that the tree does not have"
+        self._lent[handle.node] += 1
+
+    def take_back(self, handle: Handle) -> None:
+        """End a ``lend_state``."""
+        assert handle.node is not None, "a handle was used after its unlock"
+        self._lent[handle.node] -= 1
+        if not self._lent[handle.node]:
+            del self._lent[handle.node]
+
+    def has_arrived(self, handle: Handle) -> bool:
+        """Return whether the snapshot at a handle's end is in its slot: no copy to it is still to be made."""
+        return not self._slots.is_awaited(self.slot_of(handle))
+
     def _lose_snapshot(self, node: Node) -> None:
         if (slot := self._snapshots.pop(node, None)) is not None:
             self._version += 1
@@ -176,6 +214,7 @@ class StateTree(RadixTree):
 
     def _clear(self) -> None:
         super()._clear()
+        self._lent.clear()
         for node in [*self._snapshots]:
             self._lose_snapshot(node)
 
@@ -202,6 +241,7 @@ class StateTree(RadixTree):
     def _check_contents(self, nodes: list[Node]) -> None:
         super()._check_contents(nodes)
         assert self._snapshots.keys() <= {*nodes}, "a node with a snapshot is not in the tree"
+        assert self._lent.keys() <= self._snapshots.keys(), "a snapshot that is lent has gone"
 
     def slots_held(self) -> list[int]:
         """Return the slots of all snapshots."""

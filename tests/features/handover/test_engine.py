@@ -119,6 +119,19 @@ def test_a_prefix_is_fetched_without_an_offer_and_a_row_goes_on_elsewhere(
         until_nothing_is_held(p, d)
 
 
+@pytest.mark.parametrize(("family", "carrier"), [("lfm2", "shared_memory"), ("granite4-hybrid", "tcp")])
+def test_the_state_of_a_hybrid_moves_with_its_pages(family: str, carrier: str, tmp_path: Path) -> None:
+    hybrid = save(build(family), tmp_path / family)
+    with pair(hybrid, carrier, tmp_path / "rings") as (p, d):
+        for number, prompt in enumerate(PROMPTS[1:]):
+            alone = list(p.generate([prompt], PARAMS)[0].token_ids)
+            ask(p, prompt, Wish(offer=f"o{number}", id=f"o{number}"))
+            answer = ask(d, prompt, Wish(peer="p", claim=f"o{number}", id=f"o{number}"))
+            assert ids(answer) == alone
+            assert answer.usage.cached_tokens == (len(prompt) - 1) // 16 * 16
+        until_nothing_is_held(p, d)
+
+
 def test_a_peer_that_is_not_there_costs_the_time_limit_and_no_token(
     checkpoint: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.scheduling.feature import NewFeature
 from engine.scheduling.proposer import DraftModel, Proposer
-from tests.scheduling.fake_device import VOCAB
+from server.extensions.chaos.sim.oracle import VOCAB
 
 
 def features_of(
