@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 TREES = ("callboard", "engine", "server")
 # Attributes with the name of an actor's attribute, which belong to other objects -> what these are.
 OTHERS = {
+    "engine/features/handover/lender.py: loan.slot": "an entry of the lender's table",
     "engine/features/recording/shrinking.py: scheduler.on_plan": "a scheduler without a mailbox, which its owner plays",
     "engine/features/states/rank.py: states.slot": "the states of a rank's rows, as the rank is built",
     "engine/sampling/constraints.py: row.failure": "a row of a sampler",
