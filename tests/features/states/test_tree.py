@@ -81,6 +81,26 @@ def test_pages_without_any_snapshot_are_not_found() -> None:
     assert cache.tree.num_pages_of(cache.tree.key(prompt), SHARED) == 10
 
 
+def test_a_lent_snapshot_keeps_its_slot() -> None:
+    """It is the worst one when others need slots, and leaves when it is taken back."""
+    cache, prompt = Cache(num_slots=2), ids(40)
+    cache.insert(prompt, 5)
+    lent = cache.tree.lock(cache.tree.match(cache.tree.key(prompt[: 5 * PAGE])))
+    slot = cache.tree.slot_of(lent)
+    cache.tree.lend_state(lent)
+    assert not cache.tree.may_lend, "one of two slots stays for others"
+    assert cache.tree.num_to_take == 1
+    for seed in (1, 2):
+        cache.insert(ids(40, seed), 5)
+        assert cache.tree.slot_of(lent) == slot
+    assert cache.found(ids(40, 1)) == 0, "it has left for the next one"
+    cache.tree.take_back(lent)
+    cache.tree.unlock(lent)
+    cache.insert(ids(40, 3), 5)
+    assert [cache.found(ids(40, seed)) for seed in (2, 3)] == [5, 5]
+    assert cache.found(prompt) == 0
+
+
 def test_a_node_with_a_snapshot_grows_no_further() -> None:
     cache, prompt = Cache(), ids(40)
     handle = cache.start(prompt, 5 * PAGE)
