@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from callboard import LLM, SamplingParams
 from engine.features.handover.wish import Wish
+from engine.features.lora.files import NAME as ADAPTERS
+from engine.features.lora.files import Adapter, AdapterRules, read_adapter
 from engine.messages import Delta, RequestOptions
+from tests.features.lora.made import make_adapter
 from tests.models.checkpoints import build, random_tokens, save
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -57,24 +61,32 @@ def configured(carrier: str, name: str, folder: Path, peers: dict[str, str], **m
 
 
 @contextmanager
-def pair(checkpoint: Path, carrier: str, folder: Path, **more: Any) -> Iterator[tuple[LLM, LLM]]:
-    """Two engines that know each other as p and d."""
+def pair(
+    checkpoint: Path, carrier: str, folder: Path, config: dict[str, Any] | None = None, **more: Any
+) -> Iterator[tuple[LLM, LLM]]:
+    """Two engines that know each other as p and d.  config: of both, beside the carrier's."""
     folder.mkdir(mode=0o700, exist_ok=True)
     peers = {}
     if carrier == "tcp":
         peers = {name: f"tcp://127.0.0.1:{port}" for name, port in zip("pd", free_ports(2), strict=True)}
     with (
-        engine(checkpoint, configured(carrier, "p", folder, peers, **more)) as p,
-        engine(checkpoint, configured(carrier, "d", folder, peers, **more)) as d,
+        engine(checkpoint, configured(carrier, "p", folder, peers, **more) | (config or {})) as p,
+        engine(checkpoint, configured(carrier, "d", folder, peers, **more) | (config or {})) as d,
     ):
         yield p, d
 
 
-def ask(llm: LLM, prompt: list[int], wish: Wish, resumed: bytes = b"") -> Delta:
+def ask(llm: LLM, prompt: list[int], wish: Wish, resumed: bytes = b"", adapter: Adapter | None = None) -> Delta:
     """Return the answer of an engine to a request with a wish."""
-    options = RequestOptions(parts=wish.parts(), resumed=resumed)
+    parts = wish.parts() | (adapter.parts if adapter is not None else {})
+    options = RequestOptions(parts=parts, resumed=resumed)
     (delta,) = llm._await(llm._complete_all([prompt], [PARAMS], llm._bar(1, "", None), options))
     return delta
+
+
+def read(llm: LLM, folder: Path) -> Adapter:
+    """Return an adapter as an engine's requests name it."""
+    return read_adapter(folder, msgspec.msgpack.decode(llm._system.engine.facts[ADAPTERS], type=AdapterRules))
 
 
 def ids(delta: Delta) -> list[int]:
@@ -129,6 +141,21 @@ def test_the_state_of_a_hybrid_moves_with_its_pages(family: str, carrier: str, t
             answer = ask(d, prompt, Wish(peer="p", claim=f"o{number}", id=f"o{number}"))
             assert ids(answer) == alone
             assert answer.usage.cached_tokens == (len(prompt) - 1) // 16 * 16
+        until_nothing_is_held(p, d)
+
+
+def test_pages_of_an_adapter_are_found_under_the_same_adapter_alone(tmp_path: Path) -> None:
+    model, prompt = build("qwen3"), PROMPTS[2]
+    directory, folder = save(model, tmp_path / "model"), tmp_path / "adapters"
+    paths = [make_adapter(folder / f"a{seed}", model, seed) for seed in (1, 2)]
+    lora = {"lora": {"folder": str(folder), "max_adapters": 2}}
+    with pair(directory, "shared_memory", tmp_path / "rings", lora) as (p, d):
+        first, second = (read(p, path) for path in paths)
+        alone = ids(ask(p, prompt, Wish(), adapter=first))
+        found = [ask(d, prompt, Wish(peer="p", id=f"{n}"), adapter=one) for n, one in enumerate((second, None, first))]
+        assert [one.usage.cached_tokens for one in found] == [0, 0, 128]
+        assert ids(found[2]) == alone
+        assert ids(found[1]) == ids(ask(p, prompt, Wish())) != alone
         until_nothing_is_held(p, d)
 
 
