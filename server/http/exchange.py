@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 ANTHROPICS_ID_HEADER = "request-id"  # what its clients call the same
+PROCESSING_HEADER = "openai-processing-ms"
 USAGE_HEADER = "X-Callboard-Usage"  # prompt and completion tokens, for a router
 MAX_REQUEST_ID_CHARS = 128
 SESSION_HEADERS = ("session_id", "session-id", "x-session-id")
@@ -137,6 +138,7 @@ class Exchange:
         told = {
             REQUEST_ID_HEADER: self.id,
             ANTHROPICS_ID_HEADER: self.id,
+            PROCESSING_HEADER: f"{1000 * (time.monotonic() - self.received_at):.0f}",
             "Server": "callboard",
             **NO_SNIFF,
             **self.cors,
@@ -219,7 +221,7 @@ class Cors:
         # Keys travel in a header and never in a cookie, so no page can use a visitor's.
         return {
             hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: origin,
-            hdrs.ACCESS_CONTROL_EXPOSE_HEADERS: "X-Request-Id, request-id, Retry-After, Warning",
+            hdrs.ACCESS_CONTROL_EXPOSE_HEADERS: "X-Request-Id, request-id, openai-processing-ms, Retry-After, Warning",
             hdrs.VARY: hdrs.ORIGIN,
         }
 

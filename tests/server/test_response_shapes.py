@@ -215,3 +215,4 @@ def test_request_ids_are_the_clients_own_or_made_up(live: LiveServer) -> None:
     for reply in (complete(live), complete(live, stream=True), complete(live, n=0), ask(live.port, "GET", "/nowhere")):
         assert reply.headers["x-request-id"].startswith("req-")
         assert reply.headers["request-id"] == reply.headers["x-request-id"]
+        assert 0 <= int(reply.headers["openai-processing-ms"]) < 60_000
