@@ -16,9 +16,6 @@ import msgspec
 import uvloop
 
 from engine.config import Config, ConfigSource, SeveralModels
-from engine.host.deferred_modules import DeferredModules
-from engine.host.device_defaults import runs_on_cpu
-from engine.plugins.manager import available_plugins
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
 from server.backend import Backend
@@ -51,8 +48,6 @@ def run(parsed: argparse.Namespace, config: Config) -> None:
     if isinstance(config, SeveralModels):
         raise ConfigError(f"{parsed.target}: has [[models]], and server/extensions/models is not installed")
     source = read_source(parsed, *overrides)
-    if runs_on_cpu(config.device.kind) and all(one.built_in for one in available_plugins()):
-        DeferredModules().begin()
     gc.disable()  # while modules are imported, which are no garbage and would be looked at again and again
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     uvloop.run(_serve_until_stopped(config, source) if is_alone else _serve_on_machines(config, source))
