@@ -13,7 +13,6 @@ import engine.features.handover.planner as planner_module
 from engine.features.handover.borrower import BorrowedPages, Borrower
 from engine.features.handover.lender import Lender, Loan
 from engine.features.handover.messages import (
-    NAME,
     Acknowledge,
     Borrowed,
     Claim,
@@ -30,7 +29,6 @@ from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.scheduling.rows import Sequence
-from engine.scheduling.step_builder import StepBuilder
 from server.extensions.chaos.sim.mutants import Mutant
 
 Method = Callable[..., Any]
@@ -301,15 +299,6 @@ def pages_of_another_prompt_are_lent(match: Method) -> Method:
     return mutant
 
 
-def pages_are_lent_before_they_are_filled(attach: Method) -> Method:
-    def mutant(self: HandoverPlanner, step: StepBuilder) -> None:
-        attach(self, step)
-        if step.notes.pop(NAME, None):
-            self._filling.pop()
-
-    return mutant
-
-
 # ---- states -------------------------------------------------------------------------------------
 
 
@@ -362,7 +351,6 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_row_begins_without_room_beside_loans: (HandoverPlanner, "has_room"),
     one_page_too_many_is_adopted: (HandoverPlanner, "adopt"),
     pages_of_another_prompt_are_lent: (HandoverPlanner, "_claimed"),
-    pages_are_lent_before_they_are_filled: (HandoverPlanner, "attach"),
     pages_count_without_their_state: (Borrower, "_end"),
     the_state_of_another_slot_is_lent: (StateTree, "slot_of"),
 }
