@@ -22,9 +22,8 @@ NUM = 16
 MIXED = [message(THREE), message(ONE), message(THREE)]
 RANKS = {"device": {"tensor_parallel": 2, "threads": 1, "kind": "cpu"}}
 FILMED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "internvl", "llava_onevision", "gemma4")
-# The decoder of Gemma 4 is transformers' own, which has one rank.
-# Experts are chosen by torch's product, and transformers' code adds in an order of its own.
-VARYING = {"qwen3_vl_moe", "gemma4", "gemma4_small"}
+# The decoder of Gemma 4 is transformers' own, which has one rank and adds in an order of its own.
+VARYING = {"gemma4", "gemma4_small"}
 DIVIDED = [name for name in made.KINDS if not name.startswith("gemma4")]
 
 
