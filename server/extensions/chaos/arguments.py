@@ -42,7 +42,7 @@ operations that show the failure.
 """
 
 
-KINDS = ("engine", "states", "workers", "fleet", "split")
+KINDS = ("engine", "states", "workers", "fleet", "split", "rejoin")
 
 
 def add_commands(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.extensions.chaos.fleet import bugs as fleet_bugs
+from server.extensions.chaos.rejoin import bugs as rejoin_bugs
 from server.extensions.chaos.sim import mutants, recovery_mutants, state_mutants
 from server.extensions.chaos.sim.mutants import Mutant, planted
 from server.extensions.chaos.split import bugs as split_bugs
@@ -79,6 +80,7 @@ def all_bugs() -> dict[str, Bug]:
         "workers": recovery_mutants.MUTANTS,
         "fleet": fleet_bugs.MUTANTS,
         "split": split_bugs.MUTANTS,
+        "rejoin": rejoin_bugs.MUTANTS,
     }
     return {
         mutant.__name__: Bug(

@@ -32,6 +32,7 @@ CAUSES = {
     "shutting_down": {"DrainEngine"},
     "replica_lost": {"Kill", "Rack", "Cut", "Restart"},
     "router_lost": {"Router"},
+    "stream_not_found": {"Late", "Unsynced", "FullAtEnd"},
 }
 WRONG_ASKED = {"context_length_exceeded", "invalid_value", "invalid_request"}
 

@@ -12,6 +12,8 @@ import msgspec
 from server.extensions.chaos.checker import check
 from server.extensions.chaos.fleet import scenes as fleet
 from server.extensions.chaos.ledger import Ledger
+from server.extensions.chaos.rejoin import plan
+from server.extensions.chaos.rejoin import scene as rejoin
 from server.extensions.chaos.sim import dice, recovery
 from server.extensions.chaos.sim.run import MARKS, cpu_limit
 from server.extensions.chaos.sim.scenario import Cancel, Jump, Submit, describe
@@ -117,6 +119,21 @@ class FleetRuns:
         return report(self.name, seed, scene.virtual_s, ledger, scene.faults, scene.marks, scene.failure)
 
 
+class RejoinRuns:
+    """Journaled streams: clients that come back to them, a server that is killed, or loses power, or a full disk."""
+
+    name, about = "rejoin", "streams with a journal: clients that come back, kills, losses of power, a full disk"
+
+    def operations(self, seed: int) -> dict[int, str]:
+        return {number: str(op) for number, op in plan.draw(seed).ops.items()}
+
+    def play(self, seed: int, kept: list[int] | None = None, order: int = 0, ledger: Ledger | None = None) -> RunReport:
+        ledger = ledger or Ledger()
+        with cpu_limit():
+            scene = rejoin.play(plan.draw(seed), kept, order, ledger)
+        return report(self.name, seed, scene.loop.time(), ledger, scene.faults, dict(scene.marks), scene.failure)
+
+
 class SplitRuns:
     """Engines that compute prompts and engines that answer them, with the hand-over of pages between them."""
 
@@ -145,9 +162,20 @@ KINDS: dict[str, RunKind] = {
         WorkerRuns(),
         FleetRuns(),
         SplitRuns(),
+        RejoinRuns(),
     )
 }
-ROTA = ("engine", "fleet", "split", "states", "engine", "workers", "split")  # the kinds of one seed after the other
+# The kinds of one seed after the other.
+ROTA = (
+    "engine",
+    "fleet",
+    "split",
+    "states",
+    "engine",
+    "workers",
+    "rejoin",
+    "split",
+)
 
 
 def kind_of(number: int, only: str = "") -> tuple[RunKind, int]:
