@@ -72,6 +72,7 @@ class SimSegments(JournalSegments):
         self.sizes = {number: file.num_bytes for number, file in sorted(disk.files.items())}
         self._last = max(self.sizes, default=0)
         self._found = list(self.sizes)
+        self._written: DiskFile | None = None  # the file that it writes to; none of an earlier process
         self._left_behind: list[DiskFile] = []
         self._is_new = False
 
@@ -81,12 +82,11 @@ class SimSegments(JournalSegments):
     def begin(self, *, is_needed: bool = True) -> None:
         number = self.reserve()
         self._disk.check_room()
-        if self.sizes and is_needed:
-            self._left_behind.append(self._disk.files[self.current])
-        elif not is_needed:
+        self._left_behind += [] if self._written is None else [self._written]
+        if not is_needed:
             self._left_behind.clear()
-        self._disk.files[number] = DiskFile()
-        self.sizes[number] = self._disk.files[number].num_bytes
+        file = self._written = self._disk.files[number] = DiskFile()
+        self.sizes[number] = file.num_bytes
         self._is_new = True
 
     def copy(self, number: int, entries: Iterable[Sequence[bytes]], *, is_synced: bool) -> int:
