@@ -183,7 +183,7 @@ class JournalSegments:
         self._close_left()
 
     def _open_found(self) -> list[int]:
-        """Open the files of an earlier process, once: what they have is told from now on."""
+        """Open the files of an earlier process, once: clients get what they have from now on."""
         found, self._found = self._found, []
         return [os.open(self._path(number), os.O_RDONLY) for number in found if number in self.sizes]
 

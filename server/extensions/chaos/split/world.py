@@ -31,13 +31,13 @@ from server.extensions.chaos.split.setup import (
     SplitSetup,
     draw_ops,
 )
-from server.extensions.chaos.split.timeline import Timeline
+from server.extensions.chaos.split.virtual_time import VirtualTime
 
 LOST = "lost"  # the leg of a job whose router has died
 MOST_S = 300.0  # of virtual time until all requests have ended
 
 
-class SplitWorld(Timeline):
+class SplitWorld(VirtualTime):
     """All engines, the router and the network of one run.
 
     ops: by number.  order: the same with other luck on the way.  marks: what scarce things happened."""

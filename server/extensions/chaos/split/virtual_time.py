@@ -21,7 +21,7 @@ class DueCall:
         self.call = None
 
 
-class Timeline:
+class VirtualTime:
     """The calls of a run.  time: of now, in seconds."""
 
     def __init__(self) -> None:
