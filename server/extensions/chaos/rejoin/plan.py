@@ -13,6 +13,8 @@ from server.extensions.journal.journal import Fsync
 
 REJOIN_S = 30.0
 PATIENCE = {"Away": (0.1, 5.0), "Late": (40.0, 50.0), "Kill": (0.2, 3.0), "Power": (0.2, 3.0), "Full": (0.05, 0.6)}
+# What often follows a fault: what came before it, or while it lasted, may not be on the disk.
+NEXT = {"Kill": ("Power", 0.2, 1.6), "Full": ("Kill", 0.2, 0.8)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,13 @@ def draw(seed: int) -> RejoinPlan:
         kind = rng.choice(("Kill", "Kill", "Power", "Power", "Full"))
         about = rng.choice(asked)  # often just before a request, or soon behind one
         soon = about + rng.uniform(0, 0.4)
-        when = rng.choice((rng.uniform(0.2, at + 1.0), about - 0.001, soon, soon))
+        just_before = about - 0.001
+        when = just_before if kind == "Full" else rng.choice((rng.uniform(0.2, at + 1.0), just_before, soon, soon))
         ops.append(RejoinOp(max(0.0, when), kind, seconds=rng.uniform(*PATIENCE[kind])))
-        if kind == "Kill" and rng.random() < 0.7:  # what the next server has read is not on the disk for sure
-            back_at = ops[-1].at + ops[-1].seconds
-            ops.append(RejoinOp(back_at + rng.uniform(0.2, 1.6), "Power", seconds=rng.uniform(*PATIENCE["Power"])))
+        if kind in NEXT and rng.random() < 0.7:
+            ends_at = ops[-1].at + ops[-1].seconds
+            follows, least_s, most_s = NEXT[kind]
+            next_at = ends_at + rng.uniform(least_s, most_s)
+            ops.append(RejoinOp(next_at, follows, seconds=rng.uniform(*PATIENCE[follows])))
     order = sorted(range(len(ops)), key=lambda number: ops[number].at)
     return RejoinPlan(seed, fsync, disk_s, setup, {number: ops[number] for number in order})
