@@ -6,6 +6,7 @@ Does not know: how a model computes them, and models that score pairs, which ``p
 
 from collections.abc import Sequence
 from math import exp
+from typing import ClassVar
 
 from engine.types.errors import FieldError
 from engine.types.prompt import Prompt
@@ -22,7 +23,7 @@ from server.openai.translator import Translator
 class ScoreLabels(Endpoint[ScoreBody]):
     """POST /v1/score of a model that generates."""
 
-    operation: Operation = ScorePairs.operation
+    operation: ClassVar[Operation] = ScorePairs.operation
     body_type = ScoreBody
 
     def __init__(self, translator: Translator) -> None:
