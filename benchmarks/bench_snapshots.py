@@ -3,8 +3,9 @@
 The conversations of ``bench_host_tier``, whose prompts need four times the KV pool, with a host tier as large as the
 pool, go to a hybrid model with random weights, once with each policy of snapshots.  The oracle knows where each prompt
 will go on, from a run with a state behind every page, whose answers are the same to the bit: it takes snapshots at
-these places, and at the ends of outputs, and no others.  Both have a slot for each page, so that no snapshot is lost
-before its pages.  The run with a state behind every page has the most hits, and more steps.
+these places, and at the ends of outputs, and no others.  It has as many slots as the policies.  The run with a state
+behind every page has a slot for each, so that no snapshot is lost before its pages, and more steps; so has the oracle
+with the same slots.
 Hit rates and times to first token are those of ``bench_host_tier``; policies take turns.
 
     python benchmarks/bench_snapshots.py                                     # a tiny hybrid
@@ -39,7 +40,7 @@ from engine.kv.pages import Pages
 from engine.scheduling.rows import Sequence
 
 MAX_RUNNING = 32
-EVERY, ORACLE = "every page", "oracle"
+EVERY, ORACLE, UNBOUNDED = "every page", "oracle", "oracle, a slot for each page"
 NOTHING = {"keeps_prompts": False, "keeps_turns": False, "keeps_branches": False}
 POLICIES: dict[str, SnapshotPolicy] = {
     "default": EndsAndBranches(),
@@ -93,9 +94,10 @@ def tiny() -> PretrainedConfig:
 def chosen(name: str, places: Places) -> Iterator[None]:
     """Let engines take snapshots by a policy.  places: those that a run with a state behind every page fills."""
     known = planner.POLICY, planner.StatesPlanner, rank.PAGES_PER_SLOT, slots.PAGES_PER_SLOT
-    planner.POLICY = places if name == ORACLE else POLICIES[name]
-    if name in (EVERY, ORACLE):
+    planner.POLICY = POLICIES.get(name, places)
+    if name in (EVERY, ORACLE, UNBOUNDED):
         planner.StatesPlanner = type("Planner", (PlacesPlanner,), {"places": places})  # type: ignore[misc]
+    if name in (EVERY, UNBOUNDED):
         rank.PAGES_PER_SLOT = slots.PAGES_PER_SLOT = 1  # type: ignore[misc]
     try:
         yield
@@ -146,7 +148,7 @@ def main() -> None:
     parser.add_argument("--first-tokens", type=int, default=1024, help="of first prompts")
     parser.add_argument("--clients", type=int, default=4, help="most requests open at once")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--policies", nargs="+", default=[*POLICIES], choices=[*POLICIES, ORACLE])
+    parser.add_argument("--policies", nargs="+", default=[*POLICIES], choices=[*POLICIES, ORACLE, UNBOUNDED])
     arguments = parser.parse_args()
     count = arguments.conversations
     visits = np.random.default_rng(0).integers(0, count, count * arguments.turns)
