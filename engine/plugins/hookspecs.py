@@ -106,7 +106,7 @@ class LinearContext:
     quantization: type to keep weights in; 'none' rounds no more than products in dtype do.
     checkpoint_dtype: type of the saved weights; their values fit it exactly.
     scale_block: (outputs, inputs) that share a scale in a float8 checkpoint, 0 for all; None for another checkpoint.
-    stored_formats: formats of a GGUF file's matrices in blocks, by ggml's names, or 'int4' of AWQ, GPTQ and so on.
+    stored_formats: formats of matrices in blocks, by ggml's names, or 'int4' of AWQ, GPTQ and so on.
     instruction_sets: of this CPU, among 'avx2', 'avx512', 'amx' and 'neon'; None if unknown.
     traced: a compiler will trace products.  invariant: a row's result must have the same bits whatever other rows there
     are."""
