@@ -9,7 +9,8 @@ from server.arguments import NO_CONFIGURATION, count, natural, picture, positive
 DESCRIPTION = """\
 Runs the service under faults in virtual time and says what it survived.
 
-The schedulers, the KV cache and its tiers, tenants, the router, replicas and the supervisor are the ones that serve;
+The schedulers, the KV cache and its tiers, tenants, the router, replicas, the hand-over of pages between engines and
+the supervisor are the ones that serve;
 the clock, the links between them, the clients and the device are simulated.  The device's tokens depend on every page
 that a request reads, so that a stale, foreign or lost page is a wrong token.  A seed decides everything that happens:
 sizes, requests, delays, and which faults come when.  Nothing is loaded, no port is opened, no file is read.
@@ -23,6 +24,8 @@ examples:
       a minute of faults, on all processors
   callboard chaos --minutes 10 --seed 7000
       other seeds, for longer
+  callboard chaos --kind split --runs 1000
+      a thousand runs of prefill and decode engines
   callboard chaos --only 7003 --log run.log
       one run, with its log; python server/extensions/chaos/checker.py run.log checks it without callboard
   callboard chaos --mutants
@@ -39,6 +42,9 @@ operations that show the failure.
 """
 
 
+KINDS = ("engine", "states", "workers", "fleet", "split", "rejoin")
+
+
 def add_commands(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
     """Add the command."""
     parser = commands.add_parser(
@@ -52,6 +58,7 @@ def add_commands(commands: "argparse._SubParsersAction[ArgumentParser]") -> None
     parser.add_argument("--runs", type=count, default=0, metavar="N", help="so many runs instead of minutes")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="the number of the first run (default: 0)")
     parser.add_argument("--jobs", type=count, default=0, metavar="N", help="processes (default: one per processor)")
+    parser.add_argument("--kind", choices=KINDS, default="", help="runs of this kind alone (default: all in turn)")
     parser.add_argument("--only", type=natural, metavar="N", help="one run, by its number")
     parser.add_argument("--operations", metavar="I,J", help="with --only: these operations of the run alone")
     parser.add_argument("--order", type=natural, default=0, help="with --only: the same with other delays on the links")

@@ -1,6 +1,6 @@
-"""Planted bugs in hand-overs: each must be found by their simulation.
+"""Planted bugs of hand-overs between engines: each must be found by the simulation of split engines.
 
-Owns: the bugs.  Does not know: how they are found.  See ``mutants.py``.
+Owns: the bugs.  Does not know: how they are found.
 """
 
 from collections.abc import Callable
