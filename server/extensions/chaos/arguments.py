@@ -9,11 +9,11 @@ from server.arguments import NO_CONFIGURATION, count, natural, picture, positive
 DESCRIPTION = """\
 Runs the service under faults in virtual time and says what it survived.
 
-The schedulers, the KV cache and its tiers, tenants, the router, replicas, the hand-over of pages between engines and
-the supervisor are the ones that serve;
-the clock, the links between them, the clients and the device are simulated.  The device's tokens depend on every page
-that a request reads, so that a stale, foreign or lost page is a wrong token.  A seed decides everything that happens:
-sizes, requests, delays, and which faults come when.  Nothing is loaded, no port is opened, no file is read.
+The schedulers, the KV cache and its tiers, tenants, the router, replicas, the hand-over of pages between engines, the
+journal of streams and the supervisor are the ones that serve; the clock, the links between them, disks, the clients and
+the device are simulated.  The device's tokens depend on every page that a request reads, so that a stale, foreign or
+lost page is a wrong token.  A seed decides everything that happens: sizes, requests, delays, and which faults come
+when.  Nothing is loaded, no port is opened, no file is read.
 
 After each run a checker, which imports nothing of callboard, reads the log of the run and decides: did every request
 end once, are the tokens those of the model, has every page one owner.
@@ -32,8 +32,8 @@ examples:
       the bugs that can be planted, and the issues of other engines that had one like it
   callboard chaos --mutant a_live_page_can_be_evicted
       plant one: which run finds it, and with how few operations it still shows
-  callboard chaos --mutant all --json
-      the same for every one of them, in some minutes
+  callboard chaos --mutant all --kind split --json
+      the same for every one that runs of a kind find, in some minutes; without --kind for all
   callboard chaos --recording incident.rec
       a recording of a server: replayed, its faults and its end
 

@@ -167,7 +167,7 @@ def _hunt(parsed: Namespace, console: Console) -> int:
     bugs = all_bugs()
     if parsed.mutant != "all" and parsed.mutant not in bugs:
         raise ConfigError(f"--mutant {parsed.mutant}: there is no such bug; callboard chaos --mutants lists them")
-    chosen = list(bugs.values()) if parsed.mutant == "all" else [bugs[parsed.mutant]]
+    chosen = [bug for bug in bugs.values() if parsed.mutant in (bug.name, "all") and parsed.kind in (bug.kind, "")]
     rows = []
     for bug in chosen:
         rows.append(_hunted(bug, console, limit_s=20.0 if len(chosen) == 1 else 8.0, is_alone=len(chosen) == 1))

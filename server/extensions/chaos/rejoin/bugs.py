@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from server.extensions.chaos.rejoin.disk import SimSegments
 from server.extensions.chaos.sim.mutants import Mutant
 from server.extensions.journal.events import NumberedEvents
 from server.extensions.journal.journal import Journal
@@ -25,6 +26,10 @@ def clients_learn_what_is_not_synced_yet(sync: Method) -> Method:
         await sync(self, [])
 
     return mutant
+
+
+def what_an_earlier_process_wrote_is_not_synced(_: Method) -> Method:
+    return lambda self: []
 
 
 def what_came_while_the_disk_was_full_is_not_written_later(_: Method) -> Method:
@@ -101,6 +106,7 @@ def a_stream_is_kept_for_ever(_: Method) -> Method:
 
 MUTANTS: dict[Mutant, tuple[Any, str]] = {
     clients_learn_what_is_not_synced_yet: (Journal, "_sync"),
+    what_an_earlier_process_wrote_is_not_synced: (SimSegments, "_open_found"),
     what_came_while_the_disk_was_full_is_not_written_later: (Journal, "_mend"),
     records_count_wherever_they_stand: (Journal, "_take"),
     a_stream_that_goes_on_begins_anew: (Run, "_open"),

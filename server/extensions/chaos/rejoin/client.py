@@ -14,6 +14,7 @@ from server.extensions.chaos.rejoin.life import MODEL, ClientConnection, ServerL
 from server.extensions.chaos.rejoin.plan import RejoinOp
 
 AGAIN_S = 0.2
+NOT_FOUND = "stream_not_found"
 TRY_LATER = frozenset({"not_kept", "stream_taken", "not_ready", "queue_full", "draining", "engine_died"})
 
 
@@ -37,7 +38,7 @@ class StreamClient:
         )
         self._ledger, self._server = ledger, server
         self._num_events = 0
-        self._has_asked = False
+        self._has_asked = self._may_be_kept = False
         self._away_s = 0.0
         self._rest = b""
         ledger.note(
@@ -74,8 +75,8 @@ class StreamClient:
             self.num_returns += self._num_events > 0
             connection = self.connection = ClientConnection(self._take)
             self._rest = b""
-            body = b"" if self._has_asked and self._num_events else self._body
-            self._has_asked = True
+            body = b"" if self._may_be_kept else self._body
+            self._has_asked = self._may_be_kept = True
             answering = asyncio.ensure_future(
                 server.answer(connection, f"stream-{self.number}", body, self._num_events)
             )
@@ -84,8 +85,11 @@ class StreamClient:
             await asyncio.wait([answering])
             if not answering.cancelled():
                 answering.result()
-            if connection.error is not None and connection.error.code not in TRY_LATER:
-                self._end(connection.error.code)
+            code = "" if connection.error is None else connection.error.code
+            if code == NOT_FOUND and not self._num_events:
+                self._may_be_kept = False  # it was never taken, or it is lost, and nothing of it was sent
+            elif code and code not in TRY_LATER:
+                self._end(code)
 
     def _take(self, data: bytes) -> None:
         *frames, self._rest = (self._rest + data).split(b"\n\n")

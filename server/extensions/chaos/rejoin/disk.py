@@ -26,7 +26,7 @@ class DiskFile:
     @property
     def num_bytes(self) -> int:
         """Return its size."""
-        return len(MAGIC) + sum(FRAME_BYTES + len(record) for frame in self.frames for record in frame)
+        return len(MAGIC) + sum(FRAME_BYTES + sum(map(len, frame)) for frame in self.frames)
 
 
 class SimDisk:
@@ -71,6 +71,8 @@ class SimSegments(JournalSegments):
         self._disk = disk
         self.sizes = {number: file.num_bytes for number, file in sorted(disk.files.items())}
         self._last = max(self.sizes, default=0)
+        self._found = list(self.sizes)
+        self._written: DiskFile | None = None  # the file that it writes to; none of an earlier process
         self._left_behind: list[DiskFile] = []
         self._is_new = False
 
@@ -80,12 +82,11 @@ class SimSegments(JournalSegments):
     def begin(self, *, is_needed: bool = True) -> None:
         number = self.reserve()
         self._disk.check_room()
-        if self.sizes and is_needed:
-            self._left_behind.append(self._disk.files[self.current])
-        elif not is_needed:
+        self._left_behind += [] if self._written is None else [self._written]
+        if not is_needed:
             self._left_behind.clear()
-        self._disk.files[number] = DiskFile()
-        self.sizes[number] = self._disk.files[number].num_bytes
+        file = self._written = self._disk.files[number] = DiskFile()
+        self.sizes[number] = file.num_bytes
         self._is_new = True
 
     def copy(self, number: int, entries: Iterable[Sequence[bytes]], *, is_synced: bool) -> int:
@@ -98,12 +99,12 @@ class SimSegments(JournalSegments):
 
     def write(self, records: Sequence[bytes]) -> None:
         self._disk.check_room()
-        file = self._disk.files[self.current]
-        file.frames.append(list(records))
-        self.sizes[self.current] = file.num_bytes
+        self._disk.files[self.current].frames.append(list(records))
+        self.sizes[self.current] += FRAME_BYTES + sum(map(len, records))
 
     def unsynced(self) -> Callable[[], None]:
-        files = [(file, len(file.frames)) for file in (*self._left_behind, self._disk.files[self.current])]
+        found = [self._disk.files[number] for number in self._open_found()]
+        files = [(file, len(file.frames)) for file in (*found, *self._left_behind, self._disk.files[self.current])]
         self._left_behind.clear()
         is_new, self._is_new = self._is_new, False
 
@@ -115,6 +116,10 @@ class SimSegments(JournalSegments):
                 self._disk.sync_names()
 
         return sync
+
+    def _open_found(self) -> list[int]:
+        found, self._found = self._found, []
+        return [number for number in found if number in self.sizes]
 
     def remove(self, number: int) -> None:
         assert number != self.current

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from aiohttp import HttpVersion10, web
 from aiohttp.test_utils import make_mocked_request
@@ -129,7 +130,8 @@ class ServerLife:
             "POST" if body else "GET", PATH if body else f"/v1/streams/{stream_id}", headers, version=HttpVersion10,
             match_info={"id": stream_id}, writer=ClientWriter(connection.write), loop=asyncio.get_running_loop(),
         )  # fmt: skip
-        request.protocol.transport, request.protocol.writing_paused = connection, False  # type: ignore[attr-defined]
+        protocol: Any = request.protocol
+        protocol.transport, protocol.writing_paused = connection, False
         request[EXCHANGE] = exchange = Exchange(stream_id, "client")
         exchange.route = PATH
         request[CLIENT] = self.clients.request(exchange)

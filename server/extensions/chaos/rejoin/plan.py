@@ -12,7 +12,7 @@ from server.extensions.chaos.sim.scenario import SimSetup
 from server.extensions.journal.journal import Fsync
 
 REJOIN_S = 30.0
-PATIENCE = {"Away": (0.1, 5.0), "Late": (40.0, 50.0), "Kill": (0.2, 3.0), "Power": (0.2, 3.0), "Full": (0.1, 2.0)}
+PATIENCE = {"Away": (0.1, 5.0), "Late": (40.0, 50.0), "Kill": (0.2, 3.0), "Power": (0.2, 3.0), "Full": (0.05, 0.6)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def draw(seed: int) -> RejoinPlan:
     rng = random.Random(seed * 2 + 1)
     setup = small_setup(rng, seed)
     fsync: Fsync = rng.choice(("always", "always", "interval", "never"))
-    disk_s = rng.choice((0.002, 0.05, 0.4))
+    disk_s = rng.choice((0.002, 0.05, 0.4, 0.4))
     ops: list[RejoinOp] = []
     at = 0.1
     for _ in range(rng.choice((3, 6, 12))):
@@ -64,7 +64,11 @@ def draw(seed: int) -> RejoinPlan:
     for _ in range(rng.choice((0, 1, 2, 4))):
         kind = rng.choice(("Kill", "Kill", "Power", "Power", "Full"))
         about = rng.choice(asked)  # often just before a request, or soon behind one
-        when = rng.choice((rng.uniform(0.2, at + 1.0), about - 0.001, about + rng.uniform(0, 1)))
+        soon = about + rng.uniform(0, 0.4)
+        when = rng.choice((rng.uniform(0.2, at + 1.0), about - 0.001, soon, soon))
         ops.append(RejoinOp(max(0.0, when), kind, seconds=rng.uniform(*PATIENCE[kind])))
+        if kind == "Kill" and rng.random() < 0.7:  # what the next server has read is not on the disk for sure
+            back_at = ops[-1].at + ops[-1].seconds
+            ops.append(RejoinOp(back_at + rng.uniform(0.2, 1.6), "Power", seconds=rng.uniform(*PATIENCE["Power"])))
     order = sorted(range(len(ops)), key=lambda number: ops[number].at)
     return RejoinPlan(seed, fsync, disk_s, setup, {number: ops[number] for number in order})

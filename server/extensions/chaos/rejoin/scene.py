@@ -48,6 +48,7 @@ class RejoinScene:
         self._life: ServerLife | None = None
         self._disk = SimDisk()
         self._restarting: asyncio.Task[None] | None = None
+        self._driver: asyncio.Task[Any] | None = None
 
     def run(self) -> None:
         """Carry out the plan."""
@@ -76,7 +77,8 @@ class RejoinScene:
         """Give the journal the clock and the dice of the run."""
         clock = SimpleNamespace(time=lambda: 1e9 + self.loop.time())
         changes: list[Any] = [patch.object(module, "time", clock) for module in CLOCKED]
-        changes += [patch.object(streams, "new_seed", lambda: 1), patch.multiple(journal, **SHORT)]
+        changes += [patch.object(journal, name, seconds) for name, seconds in SHORT.items()]
+        changes.append(patch.object(streams, "new_seed", lambda: 1))
         for change in changes:
             change.start()
         try:
@@ -102,7 +104,7 @@ class RejoinScene:
     # ---- the run ----------------------------------------------------------------------------
 
     async def _play(self) -> None:
-        setup = self.plan.setup
+        self._driver, setup = asyncio.current_task(), self.plan.setup
         self._ledger.note("run", seed=self.plan.seed, vocab=VOCAB, longest=setup.longest, special=[0])
         await self._start()
         began = self.loop.time()
@@ -184,7 +186,6 @@ class RejoinScene:
                 await asyncio.sleep(POLL_S)
 
     async def _start(self) -> None:
-        self._driver = self._driver if self._life is not None else asyncio.current_task()
         self._life = ServerLife(self.plan, self._disk, self._ledger, self._mark)
         await self._life.start()
 

@@ -38,4 +38,5 @@ class HashedDevice(SimDevice):
     def content(self, wanted: WantedBytes) -> bytes:
         """Return the bytes of pages and of a state, as they are now."""
         state = self.states.saved(-1, wanted.slot)[wanted.first : wanted.end] if wanted.slot >= 0 else b""
-        return self._kv[ints(wanted.pages)].tobytes() + state
+        pages: bytes = self._kv[ints(wanted.pages)].tobytes()
+        return pages + state

@@ -84,9 +84,7 @@ class SplitEngine:
             page_bytes=8 * setup.page_size,
             state_bytes=8 if setup.num_snapshots else 0,
             send=partial(world.send, rank),
-            report=lambda report: world.after(
-                world.hop(), partial(self._reported, executors, rank, report), in_order=(self, rank, "report")
-            ),
+            report=partial(self._report_later, executors, rank),
             later=lambda seconds, call: world.after(seconds, lambda: call() if self._runs(executors) else None),
             read=partial(self._read, executors),
         )
@@ -171,6 +169,10 @@ class SplitEngine:
             if isinstance(order, Borrow):
                 self.world.borrows[self.name, self.executors, rank, order.number] = 0
             self.sides[rank].take(order)
+
+    def _report_later(self, executors: tuple[int, int], rank: int, report: Report) -> None:
+        call = partial(self._reported, executors, rank, report)
+        self.world.after(self.world.hop(), call, in_order=(self, rank, "report"))
 
     def _reported(self, executors: tuple[int, int], rank: int, report: Report) -> None:
         if not self._runs(executors):
