@@ -113,6 +113,12 @@ def test_scores_of_labels_are_the_probabilities_of_tokens_after_a_query_and_an_i
     assert [scores] == [pytest.approx(one, rel=1e-4) for one in whole]
 
 
+def test_a_name_that_stands_for_any_model_is_the_served_one(served: EngineServer) -> None:
+    for name in ("default", "default/not-specified"):
+        assert post(served, "/v1/completions", model=name, prompt=PROMPT).status == 200
+    assert post(served, "/v1/completions", model="Default", prompt=PROMPT).status == 404
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
