@@ -10,7 +10,8 @@ Hit rates and times to first token are those of ``bench_host_tier``; policies ta
 
     python benchmarks/bench_snapshots.py                                     # a tiny hybrid
     python benchmarks/bench_snapshots.py --policies default oracle           # these two alone
-    python benchmarks/bench_snapshots.py --shape qwen3.5-0.8b --conversations 6 --turns 3 --first-tokens 192
+    python benchmarks/bench_snapshots.py --policies default --shape qwen3.5-0.8b --conversations 12 --turns 2 \\
+        --first-tokens 192
 """
 
 import argparse
@@ -34,9 +35,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConf
 from engine.config import load_config
 from engine.features.states import planner, rank, slots
 from engine.features.states.planner import StatesPlanner
-from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
 from engine.kv.node import Handle
 from engine.kv.pages import Pages
+from engine.plugins.snapshots.ends import EndsAndBranches
+from engine.plugins.snapshots.policy import PromptPages, SnapshotPolicy
 from engine.scheduling.rows import Sequence
 
 MAX_RUNNING = 32
@@ -64,7 +66,7 @@ class Places:
         self.key = b""
         self.page_bytes = 1
 
-    def of_prompt(self, found: Found) -> list[int]:
+    def of_prompt(self, found: PromptPages) -> list[int]:
         """Return the known places of the prompt."""
         return [pages for pages in range(1, found.num_pages + 1) if self.key[: pages * self.page_bytes] in self.known]
 
@@ -93,8 +95,8 @@ def tiny() -> PretrainedConfig:
 @contextmanager
 def chosen(name: str, places: Places) -> Iterator[None]:
     """Let engines take snapshots by a policy.  places: those that a run with a state behind every page fills."""
-    known = planner.POLICY, planner.StatesPlanner, rank.PAGES_PER_SLOT, slots.PAGES_PER_SLOT
-    planner.POLICY = POLICIES.get(name, places)
+    known = planner.snapshot_policy, planner.StatesPlanner, rank.PAGES_PER_SLOT, slots.PAGES_PER_SLOT
+    planner.snapshot_policy = lambda *_: POLICIES.get(name, places)
     if name in (EVERY, ORACLE, UNBOUNDED):
         planner.StatesPlanner = type("Planner", (PlacesPlanner,), {"places": places})  # type: ignore[misc]
     if name in (EVERY, UNBOUNDED):
@@ -102,7 +104,7 @@ def chosen(name: str, places: Places) -> Iterator[None]:
     try:
         yield
     finally:
-        planner.POLICY, planner.StatesPlanner, rank.PAGES_PER_SLOT, slots.PAGES_PER_SLOT = known  # type: ignore[misc]
+        planner.snapshot_policy, planner.StatesPlanner, rank.PAGES_PER_SLOT, slots.PAGES_PER_SLOT = known  # type: ignore[misc]
 
 
 def compare(workload: Workload, directory: Path, rounds: int, names: list[str]) -> list[dict[str, Any]]:

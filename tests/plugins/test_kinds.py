@@ -44,7 +44,7 @@ def test_preferred_plugins_come_with_callboard() -> None:
 
 def test_what_a_configuration_chooses_has_no_kind_that_it_does_without() -> None:
     several = {kind.name for kind in KINDS.values() if kind.several and not kind.by_model}
-    one = {"attention", "linear", "eviction", "policy", "comm", "grammar"}
+    one = {"attention", "linear", "eviction", "policy", "comm", "grammar", "snapshots"}
     assert {*chosen_plugins(Config())} == one | several
     named = build_config(Config(), {"plugins": {"kv_store": "files", "proposer": "ngram"}})
     assert {*chosen_plugins(named)} == one | several | {"kv_store", "proposer"}

@@ -22,7 +22,6 @@ from engine.features.quarantine.suspects import Quarantine
 from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.features.states.planner import StatesPlanner
-from engine.features.states.policy import EndsAndBranches
 from engine.features.states.tree import StateTree
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.node import Handle, Namespace, Node
@@ -38,6 +37,7 @@ from engine.plugins.policy.fair import FairOptions, FairShare
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.plugins.snapshots.ends import EndsAndBranches
 from engine.scheduling.feature import PlannerParts
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy

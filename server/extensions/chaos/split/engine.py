@@ -18,11 +18,11 @@ from engine.features.handover.sides import Sides
 from engine.features.handover.states import Lending
 from engine.features.handover.wish import Wish
 from engine.features.states.planner import StatesPlanner
-from engine.features.states.policy import EndsAndBranches
 from engine.kv.pages import Pages
 from engine.messages import Admit, Failed, Step, Tokens
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.plugins.snapshots.ends import EndsAndBranches
 from engine.scheduling.feature import NewFeature
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
