@@ -10,7 +10,8 @@ Hit rates and times to first token are those of ``bench_host_tier``; policies ta
 
     python benchmarks/bench_snapshots.py                                     # a tiny hybrid
     python benchmarks/bench_snapshots.py --policies default oracle           # these two alone
-    python benchmarks/bench_snapshots.py --shape qwen3.5-0.8b --conversations 12 --turns 2 --first-tokens 192 --policies default
+    python benchmarks/bench_snapshots.py --policies default --shape qwen3.5-0.8b --conversations 12 --turns 2 \\
+        --first-tokens 192
 """
 
 import argparse

@@ -7,6 +7,7 @@ import pytest
 
 from engine.scheduling.pages import PageManager
 from server.cli import main
+from server.extensions.chaos import arguments
 from server.extensions.chaos.bugs import ISSUES, Bug, all_bugs
 from server.extensions.chaos.campaign import hunt, shrunk
 from server.extensions.chaos.checker import main as check_file
@@ -17,6 +18,10 @@ from tests.features.recording.driver import Driver
 
 BUGS = all_bugs()
 FLEET_BUGS = [bug for bug in BUGS.values() if bug.kind == "fleet"]
+
+
+def test_the_kinds_that_can_be_chosen_are_those_that_there_are() -> None:
+    assert set(arguments.KINDS) == set(KINDS) == set(ROTA)
 
 
 @pytest.mark.parametrize("kind", KINDS)
