@@ -37,6 +37,11 @@ def test_a_seed_is_a_run() -> None:
         assert kind.play(seed) == kind.play(seed)
 
 
+def test_the_crash_of_an_actor_explains_that_a_request_ends() -> None:
+    run = KINDS["engine"].play(7043, [68, 71])
+    assert (run.faults, run.num_ended, run.found_by) == ({"Crash": 1}, 1, "")
+
+
 def test_each_issue_belongs_to_a_bug_and_there_are_many() -> None:
     assert set(ISSUES) <= set(BUGS)
     assert len(BUGS) >= 30
