@@ -35,7 +35,8 @@ class Desk:
     address: where answers to this rank go.  model: digest of all that the bytes of a page depend on.
     page_bytes: size of a page on this rank.  state_bytes: size of a state; 0 for a model without states.
     send: passes a message, and bytes after it, to an address; it may be lost.  report: passes a report to the planner.
-    later: calls back after so many seconds.  read: copies out what is wanted, and calls back with the bytes."""
+    later: calls back after so many seconds.  read: copies out what is wanted, and calls back with the bytes; with
+    none if they cannot be had."""
 
     address: str
     model: bytes

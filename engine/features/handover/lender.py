@@ -130,7 +130,7 @@ class Lender:
 
     def _read(self, fetch: Fetch, loan: Loan, content: bytes) -> None:
         loan.num_reads -= 1
-        if loan.state is Lending.LENT:
+        if loan.state is Lending.LENT and content:
             digest = digest_of(fetch.name, fetch.group, content)
             self._desk.send(loan.borrower, PageGroup(name=fetch.name, group=fetch.group, digest=digest), content)
         self._settle(fetch.name, loan)

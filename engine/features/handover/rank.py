@@ -136,11 +136,11 @@ class HandoverRank(RankFeature):
         assert loop is not None
 
         def copy() -> None:
+            content = b""
             try:
                 content = self._content(wanted)
             except Exception:  # the other engine computes what does not come
                 log.exception("rank %d: pages that are lent could not be copied out", self._rank)
-                return
             with_loop(loop, partial(self._call, partial(done, content)))
 
         self._copies.submit(copy)
