@@ -51,8 +51,14 @@ def add_norm_rows(x, update, weight, out, eps, WIDTH: tl.constexpr, BLOCK_D: tl.
 @triton.jit
 def sum_and_norm(x, update, weight_D, d_D, live_D, eps, WIDTH: tl.constexpr):
     """Add ``update`` to one row of x and return the sum's norm in float32.  d_D: its indices, in any shape."""
-    before_D = tl.load(x + d_D, mask=live_D, other=0.0).to(tl.float32)
     update_D = tl.load(update + d_D, mask=live_D, other=0.0).to(tl.float32)
+    return normed_sum(x, update_D, weight_D, d_D, live_D, eps, WIDTH)
+
+
+@triton.jit
+def normed_sum(x, update_D, weight_D, d_D, live_D, eps, WIDTH: tl.constexpr):
+    """Add an update that registers hold to one row of x and return the sum's norm in float32."""
+    before_D = tl.load(x + d_D, mask=live_D, other=0.0).to(tl.float32)
     stored_D = (before_D + update_D).to(x.dtype.element_ty)
     tl.store(x + d_D, stored_D, mask=live_D)
     sum_D = stored_D.to(tl.float32)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape
-from engine.layers.comm import Comm, Unconnected
+from engine.layers.comm import Comm, NormingComm, Unconnected
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import DeviceKernels, LayerKernels
-from engine.layers.linear import ColumnLinear, Linear, RowLinear
+from engine.layers.linear import ColumnLinear, Linear, RowLinear, leavable
 from engine.layers.mlp import GatedMLP, activated, activated_by_rows, clamped_swish, gated
 from engine.layers.router import Router
 from engine.layers.weights import WeightSlice, joined, merged, not_here, parameter, transposed, whole
@@ -85,6 +85,7 @@ class Experts:
     ) -> None:
         self.shape = shape
         self.comm = comm
+        self._sums = comm.size > 1
         self.router = Router(shape.router, hidden_size, shape.num_experts, shape.num_chosen, device, dtype)
         place = (hidden_size, comm, device, dtype)
         self.shared = Expert(shape, shape.shared_size, *place) if shape.shared_size else None
@@ -126,9 +127,17 @@ class Experts:
             if self.shared_gate is not None:
                 shared_TD *= self._activate(self.shared_gate(x_TD), "sigmoid")
             out_TD += shared_TD
-        if self.comm.size > 1:
+        if self._sums:
             out_TD = self.comm.all_reduce(out_TD)
         return out_TD if self.beside is None else out_TD.add_(self.beside(x_TD, kernels))
+
+    def leave_sum(self) -> NormingComm | None:
+        """Return this rank's summand from now on (``SumLeaver``)."""
+        comm = leavable(self.comm)
+        if comm is None or self.beside is not None:
+            return None
+        self._sums = False
+        return comm
 
     def _result(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if self._kernels is not None:

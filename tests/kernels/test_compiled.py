@@ -17,7 +17,7 @@ KERNELS = {
     "convolve_tile", "down_pairs", "draw_candidate", "expand_outputs", "fill_row", "gate_columns", "gate_groups",
     "gate_pairs", "gather_rows", "list_candidates", "list_row", "measure_some_blocks", "multiply_coded_tiles",
     "multiply_rows", "multiply_tiles", "narrow_row", "pick_row", "place_pairs", "prepare_chunk", "reduce_inputs",
-    "rotate_heads", "round_row", "tabulate_angles", "weigh_candidates", "widen_tile", "write_places",
+    "rotate_heads", "round_row", "sum_norm_rows", "tabulate_angles", "weigh_candidates", "widen_tile", "write_places",
 }  # fmt: skip
 
 TILED = {
@@ -37,7 +37,7 @@ WAITING = {
     "gate_columns": (False, True), "gate_groups": (False, True), "prepare_chunk": (True, True),
     "gather_rows": (False, True), "list_row": (False, False), "multiply_rows": (True, True),
     "expand_outputs": (True, True), "reduce_inputs": (False, True), "rotate_heads": (True, True),
-    "round_row": (False, True),
+    "round_row": (False, True), "sum_norm_rows": (True, True),
     "tabulate_angles": (False, True), "write_places": (False, False),
 }  # fmt: skip
 
