@@ -73,7 +73,8 @@ def sum_add_norm(memory: RanksMemory, x_TD: Tensor, part_TD: Tensor, weight_D: T
 def slot_of(address, slot, use, element: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, BYTES: tl.constexpr):
     """Return where the part of a slot is in the memory at an address."""
     place = (slot + (use % 2) * SLOTS) * BYTES + SLOTS * RANKS * 8
-    return (address + place).to(tl.pointer_type(element))
+    # Of a loaded address the compiler assumes nothing, and would then read one number at a time.
+    return tl.multiple_of((address + place).to(tl.pointer_type(element)), 16)
 
 
 @triton.jit

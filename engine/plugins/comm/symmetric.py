@@ -88,7 +88,8 @@ class PeerMemory:
         slots = self._slots
         if part_TD.nbytes > self._one_shot_bytes or not slots.kernel.fits(part_TD):
             return None
-        return slots.kernel.sum_add_norm(slots.memory, x_TD, part_TD, weight_D, eps)
+        normed_TD: Tensor = slots.kernel.sum_add_norm(slots.memory, x_TD, part_TD, weight_D, eps)
+        return normed_TD
 
 
 class RankSlots:
