@@ -86,6 +86,7 @@ class Experts:
         self.shape = shape
         self.comm = comm
         self._sums = comm.size > 1
+        self._adds = True  # a token's results
         self.router = Router(shape.router, hidden_size, shape.num_experts, shape.num_chosen, device, dtype)
         place = (hidden_size, comm, device, dtype)
         self.shared = Expert(shape, shape.shared_size, *place) if shape.shared_size else None
@@ -139,6 +140,12 @@ class Experts:
         self._sums = False
         return comm
 
+    def leave_parts(self) -> bool:
+        """Return what a token's experts give, [T, K, D], from now on (``PartsLeaver``)."""
+        others = self.shared, self.beside
+        self._adds = self._kernels is None or self._sums or self.shape.weighs_inputs or others != (None, None)
+        return not self._adds
+
     def _result(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if self._kernels is not None:
             return self._mixed_by(self._kernels, x_TD, weights_TK, experts_TK)
@@ -150,8 +157,9 @@ class Experts:
         biases = (gate_up.biases, down.biases if shape.divided or self.comm.rank == 0 else None)
         weights, first = (gate_up.weights, down.weights), self.first if shape.divided else None
         return kernels.mix_experts(
-            x_TD, weights_TK, experts_TK, *weights, *biases, shape.activation, shape.limit, shape.slope, first
-        )
+            x_TD, weights_TK, experts_TK, *weights, *biases, shape.activation, shape.limit, shape.slope, first,
+            self._adds,
+        )  # fmt: skip
 
     def _mixed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Return this rank's part of the sum over the chosen experts, computed expert by expert."""

@@ -23,7 +23,8 @@ class LayerKernels(Protocol):
     recurrences: Recurrences | None
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """Add ``update_TD`` in place and return the norm of the sum.  None, which adds nothing, is for CPUs alone."""
+        """Add ``update_TD`` in place and return the norm of the sum.  None, which adds nothing, is for CPUs alone, and
+        an update of [T, K, D], which is summed first, for GPUs."""
         ...
 
     def angle_table(self, positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Tensor:
@@ -72,8 +73,9 @@ class DeviceKernels(LayerKernels, Protocol):
         limit: float = 0.0,
         slope: float = 1.0,
         first_expert: int | None = None,
+        summed: bool = True,
     ) -> Tensor:
-        """Return the sum of weight * expert(x) over a token's experts that are on this rank."""
+        """Return the sum of weight * expert(x) over a token's experts that are on this rank, or the summands."""
         ...
 
     def embed_shard(self, token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:

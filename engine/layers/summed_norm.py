@@ -1,6 +1,7 @@
-"""Norms that sum over ranks: the layer in front of them leaves its sum to them, so that one launch can do both.
+"""Norms that sum over ranks, or over a token's experts: the layer in front of them leaves its sum to them, so that one
+launch can do both.
 
-Legend: T new tokens in the step · D model dim
+Legend: T new tokens in the step · D model dim · K experts of a token
 Owns: which norms of a decoder do so.  Does not know: kernels, libraries.
 """
 
@@ -25,6 +26,15 @@ class SumLeaver(Protocol):
         ...
 
 
+@runtime_checkable
+class PartsLeaver(Protocol):
+    """A part that can leave the sum over a token's experts to its caller."""
+
+    def leave_parts(self) -> bool:
+        """Return summands, [T, K, D], from now on, and here whether that can be."""
+        ...
+
+
 class SummedLayer(Protocol):
     """A layer whose norms may sum.  takes_inserts: whether inserts are added to this rank's result."""
 
@@ -39,6 +49,29 @@ class SummedLayer(Protocol):
 
     @property
     def products(self) -> Sequence[object]: ...
+
+
+class PartsNorm:
+    """A norm of the residual stream and the sum over a token's experts."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        self._norm = norm
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._norm(x_TD)
+
+    def added(self, x_TD: Tensor, update_TKD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
+        """Add the sum of ``update`` to x in place and return the norm of that.  update: [T, D] if it is summed."""
+        if update_TKD is not None and kernels is None and update_TKD.dim() > x_TD.dim():
+            update_TKD = update_TKD.sum(1)
+        return self._norm.added(x_TD, update_TKD, kernels)
+
+    def pack(self, kernels: LayerKernels | None) -> None:
+        """Do nothing: the norm was prepared before."""
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """Yield the slices of the checkpoint that this layer reads."""
+        return self._norm.slices(prefix)
 
 
 class SummedNorm:
@@ -90,7 +123,9 @@ def leave_sums(layers: Sequence[SummedLayer], kernels: LayerKernels | None) -> N
 
 def _summing(part: Attention | FeedForward, between: Norm, norm: Norm) -> Norm:
     """Return the norm in the place of ``norm``, which sums if all three can leave it to that."""
-    if type(between) is not UnchangedNorm or type(norm) is not RMSNorm or not isinstance(part, SumLeaver):
+    if type(between) is not UnchangedNorm or type(norm) is not RMSNorm:
         return norm
-    comm = part.leave_sum()
+    if isinstance(part, PartsLeaver) and part.leave_parts():
+        return PartsNorm(norm)
+    comm = part.leave_sum() if isinstance(part, SumLeaver) else None
     return norm if comm is None else SummedNorm(norm, comm)

@@ -52,6 +52,7 @@ def layers(dtype: torch.dtype) -> None:
     for width in (1024, 5120, 100):
         x_TD = torch.zeros((2, width), dtype=dtype)
         add_norm(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6)
+        add_norm(x_TD, torch.zeros((2, 8, width), dtype=dtype), torch.ones(width, dtype=dtype), 1e-6)
         for group in (0, 128) if width % 128 == 0 else (0,):
             round_rows(x_TD, group)
             add_norm_round(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6, group)

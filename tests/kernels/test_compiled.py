@@ -14,10 +14,11 @@ pytestmark = pytest.mark.slow
 
 KERNELS = {
     "add_norm_round_row", "add_norm_rows", "adjust_tokens", "advance_chunks", "advance_head", "choose_for_token",
-    "convolve_tile", "down_pairs", "draw_candidate", "expand_outputs", "fill_row", "gate_columns", "gate_groups",
-    "gate_pairs", "gather_rows", "list_candidates", "list_row", "measure_some_blocks", "multiply_coded_tiles",
-    "multiply_rows", "multiply_tiles", "narrow_row", "pick_row", "place_pairs", "prepare_chunk", "reduce_inputs",
-    "rotate_heads", "round_row", "sum_norm_rows", "tabulate_angles", "weigh_candidates", "widen_tile", "write_places",
+    "convolve_tile", "count_block", "down_pairs", "draw_candidate", "expand_outputs", "fill_row", "gate_columns",
+    "gate_groups", "gate_pairs", "gather_rows", "list_candidates", "list_row", "measure_some_blocks",
+    "multiply_coded_tiles", "multiply_rows", "multiply_tiles", "narrow_row", "pick_row", "place_block", "place_pairs",
+    "prepare_chunk", "reduce_inputs", "rotate_heads", "round_row", "sum_norm_rows", "tabulate_angles",
+    "weigh_candidates", "widen_tile", "write_places",
 }  # fmt: skip
 
 TILED = {

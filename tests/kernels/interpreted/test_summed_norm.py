@@ -1,4 +1,4 @@
-"""The sum over ranks in the launch of a norm, by processes over memory that they share: the same bits on all of them."""
+"""The sum over ranks in the launch of a norm, by processes over memory that they share: the same bits on all."""
 
 import mmap
 import os
