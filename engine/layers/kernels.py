@@ -52,7 +52,19 @@ class LayerKernels(Protocol):
 
 @runtime_checkable
 class DeviceKernels(LayerKernels, Protocol):
-    """Further kernels that only a GPU has."""
+    """Further kernels that only a GPU has.  widest_rounded: numbers of a row that those which round can hold."""
+
+    widest_rounded: int
+
+    def add_norm_round(
+        self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float, group: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``add_norm``'s result in float8, with a scale per row, or per ``group`` of numbers, [T, G]."""
+        ...
+
+    def gated_round(self, gate_up_T2I: Tensor, kind: str = "silu", group: int = 0) -> tuple[Tensor, Tensor]:
+        """Return ``gated``'s result in float8, with scales as ``add_norm_round`` has them."""
+        ...
 
     def choose_experts(
         self, scores_TE: Tensor, correction_E: Tensor | None, num_chosen: int, shape: RouterShape, dtype: torch.dtype

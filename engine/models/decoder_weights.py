@@ -12,6 +12,7 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear
 from engine.layers.packing import Linears
 from engine.layers.part import Attention, ExactPart, FeedForward, Norm, Recurrent
+from engine.layers.rounded import join_roundings
 from engine.layers.summed_norm import leave_sums
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, whole
@@ -128,6 +129,7 @@ class DecoderWeights:
             read(layer.slices(f"{self.shape.names.layers}.{index}"))
             layer.pack(kernels, linears)
         leave_sums(self.layers, kernels)
+        join_roundings(self.layers, kernels)
         read(self.norm.slices(""))
         self.norm.pack(kernels)
         if self.head is not self.embedding:

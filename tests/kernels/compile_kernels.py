@@ -32,7 +32,7 @@ from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
 from engine.kernels.recurrences import TritonRecurrences
 from engine.kernels.rotary import angle_table
-from engine.kernels.rounding import add_norm_round, round_rows
+from engine.kernels.rounding import add_norm_round, gated_round, round_rows
 from engine.kernels.routing import choose_experts
 from engine.kernels.summed_norm import SLOTS, RanksMemory, sum_add_norm
 from engine.layers.four_bits import StoredCodes
@@ -62,6 +62,8 @@ def layers(dtype: torch.dtype) -> None:
         sum_add_norm(memory, x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6)
     for kind in KINDS:
         gated(torch.zeros((2, 2 * 3072), dtype=dtype), kind)
+        for group, width in ((0, 3072), (0, 14_336), (128, 3072), (128, 14_336)):
+            gated_round(torch.zeros((2, 2 * width), dtype=dtype), kind, group)
     embed_shard(torch.zeros(2, dtype=torch.int64), torch.zeros((8, 1024), dtype=dtype), 0)
     # More tokens than the second axis of a grid takes.
     gated(torch.zeros((1 << 16, 2), dtype=dtype))

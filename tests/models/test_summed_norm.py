@@ -22,11 +22,12 @@ class Kernels:
 
     on_cpu = False
     recurrences = None
+    widest_rounded = 0
 
     def choose_experts(self, *given):
         raise NotImplementedError
 
-    mix_experts = choose_experts
+    mix_experts = add_norm_round = gated_round = choose_experts
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x_TD if update_TD is None else x_TD.add_(update_TD), weight_D.shape, weight_D, eps)
