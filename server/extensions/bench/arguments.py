@@ -29,9 +29,9 @@ examples:
 """
 LEAGUE = """\
 Serves each model by callboard, and by the others that are there: a GGUF file by llama.cpp (of the PATH, or the wheel
-xllamacpp of an interpreter) and ik_llama.cpp, a checkpoint by vLLM, and both by transformers' generate in batches.  Each
-gets the same texts, in turns.  A table has tokens a second, how many times the first server's, and the same by the
-servers' processor time.
+xllamacpp of an interpreter) and ik_llama.cpp, a checkpoint by vLLM, and both by transformers' generate in batches.
+Each gets the same texts, in turns.  A table has tokens a second, how many times the first server's, and the same by
+the servers' processor time.
 """
 
 

@@ -5,6 +5,7 @@ Owns: the batches, a stream for each request.  Does not know: what is compared.
 """
 
 import json
+import os
 import queue
 import sys
 import threading
@@ -17,19 +18,22 @@ GATHER_S = 0.005  # for which a batch waits for another request of the same mome
 
 
 @dataclass
-class Asked:
+class BatchedRequest:
     """A request: its text, its number of tokens, and the pieces of its answer, with None behind the last one."""
 
     prompt: str
     num_new: int
-    pieces: "queue.Queue[str | None]" = field(default_factory=queue.Queue)
+    pieces: "queue.Queue[str | None]" = field(init=False)
     prompt_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        self.pieces = queue.Queue(self.num_new + 1)
 
-class Streams:
-    """What ``generate`` calls with the tokens of a step: the first call has the prompts."""
 
-    def __init__(self, batch: list[Asked], tokenizer: Any) -> None:
+class BatchStreams:
+    """The streamer of a batch: ``generate`` calls it with the prompts, and then with the tokens of each step."""
+
+    def __init__(self, batch: list[BatchedRequest], tokenizer: Any) -> None:
         self._batch, self._tokenizer, self._begun = batch, tokenizer, False
 
     def put(self, tokens_B: Any) -> None:
@@ -43,7 +47,7 @@ class Streams:
             asked.pieces.put(None)
 
 
-class Batches:
+class GenerateBatches:
     """The model, and the requests that wait for it.  most: at once."""
 
     def __init__(self, model: str, most: int) -> None:
@@ -55,11 +59,11 @@ class Batches:
         self._tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **told)
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", **told).eval()
-        self._most, self.waiting = most, queue.Queue[Asked]()
+        self._most, self.waiting = most, queue.Queue[BatchedRequest](most)
 
     def run(self) -> None:
         """Answer requests for as long as the process lives."""
-        held: Asked | None = None
+        held: BatchedRequest | None = None
         while True:
             batch, held = [held or self.waiting.get()], None
             while len(batch) < self._most and held is None:
@@ -73,27 +77,27 @@ class Batches:
                     held = asked
             self._answer(batch)
 
-    def _answer(self, batch: list[Asked]) -> None:
+    def _answer(self, batch: list[BatchedRequest]) -> None:
         inputs = self._tokenizer([asked.prompt for asked in batch], return_tensors="pt", padding=True)
         for asked, mask_T in zip(batch, inputs["attention_mask"], strict=True):
             asked.prompt_tokens = int(mask_T.sum())
         num_new = batch[0].num_new
-        streams = Streams(batch, self._tokenizer)
+        streams = BatchStreams(batch, self._tokenizer)
         length = {"max_new_tokens": num_new, "min_new_tokens": num_new}
         self._model.generate(**inputs, **length, do_sample=False, streamer=streams)
 
 
-def handler(batches: Batches) -> type[BaseHTTPRequestHandler]:
+def handler(batches: GenerateBatches) -> type[BaseHTTPRequestHandler]:
     """Return what reads a request and streams its answer, in the thread of its connection."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class CompletionHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self._begin("application/json")
             self.wfile.write(json.dumps({"data": [{"id": "transformers"}]}).encode())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked = Asked(body["prompt"], body["max_tokens"])
+            asked = BatchedRequest(body["prompt"], body["max_tokens"])
             batches.waiting.put(asked)
             self._begin("text/event-stream")
             while (piece := asked.pieces.get()) is not None:
@@ -110,18 +114,16 @@ def handler(batches: Batches) -> type[BaseHTTPRequestHandler]:
         def _event(self, **fields: object) -> None:
             self.wfile.write(b"data: " + json.dumps(fields).encode() + b"\n\n")
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, *args: object) -> None:
             """Print nothing: a full pipe would stop the server."""
 
-    return Handler
+    return CompletionHandler
 
 
 def serve(model: str, most: int, threads: int, port: int) -> None:
     """Serve ``/v1/completions`` with so many requests of a batch at most, for as long as the process lives."""
-    import torch
-
-    torch.set_num_threads(threads)
-    batches = Batches(model, most)
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)  # read where torch is imported
+    batches = GenerateBatches(model, most)
     server = ThreadingHTTPServer(("127.0.0.1", port), handler(batches))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     batches.run()
