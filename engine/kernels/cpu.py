@@ -36,8 +36,11 @@ class CPUKernels:
         self._gate = library.gate
         self._gate.argtypes, self._gate.restype = [pointer] * 2 + [size] * 3, None
         self._draw, self._likeliest = library.draw, library.likeliest
-        self._draw.argtypes, self._likeliest.argtypes = [pointer] * 5 + [size] * 3, [pointer] * 2 + [size] * 2
+        self._draw.argtypes, self._likeliest.argtypes = [pointer] * 5 + [size] * 3, [pointer] * 2 + [size] * 3
         self._draw.restype = self._likeliest.restype = None
+        self._weigh, self._log_sums = library.weigh_rows, library.log_sums
+        self._weigh.argtypes, self._log_sums.argtypes = [pointer] * 5 + [size] * 4, [pointer] * 3 + [size] * 3
+        self._weigh.restype = self._log_sums.restype = None
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add ``update_TD`` in place, if it is given, and return the norm of the sum."""
@@ -117,8 +120,32 @@ class CPUKernels:
         logits_nV = logits_nV.contiguous()
         assert logits_nV.dtype == torch.float32, f"{logits_nV.dtype} is not float32"
         token_ids_n = torch.empty(len(logits_nV), dtype=torch.int64)
-        self._likeliest(logits_nV.data_ptr(), token_ids_n.data_ptr(), *logits_nV.shape)
+        self._likeliest(logits_nV.data_ptr(), token_ids_n.data_ptr(), *logits_nV.shape, torch.get_num_threads())
         return token_ids_n
+
+    def weighed(
+        self, logits_nV: Tensor, inverse_temperature_n: Tensor, width: int, *, with_weights: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return each row's largest logit, NaN if one is NaN; scores_nW and weights_nW as ``engine/sampling/draw.py``
+        has them."""
+        logits_nV = logits_nV.contiguous()
+        assert logits_nV.dtype == torch.float32, f"{logits_nV.dtype} is not float32"
+        n, vocab_size = logits_nV.shape
+        top_n, scores_nW = logits_nV.new_empty(n), logits_nV.new_empty((n, width))
+        weights_nW = torch.empty_like(scores_nW) if with_weights else None
+        self._weigh(
+            logits_nV.data_ptr(), inverse_temperature_n.data_ptr(), top_n.data_ptr(), scores_nW.data_ptr(),
+            None if weights_nW is None else weights_nW.data_ptr(), n, vocab_size, width, torch.get_num_threads(),
+        )  # fmt: skip
+        return top_n, scores_nW, weights_nW
+
+    def log_sums(self, x_nV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's largest number, and the logarithm of the sum of e to each number less that."""
+        x_nV = x_nV.contiguous()
+        assert x_nV.dtype == torch.float32, f"{x_nV.dtype} is not float32"
+        top_n, log_n = x_nV.new_empty(len(x_nV)), x_nV.new_empty(len(x_nV))
+        self._log_sums(x_nV.data_ptr(), top_n.data_ptr(), log_n.data_ptr(), *x_nV.shape, torch.get_num_threads())
+        return top_n, log_n
 
 
 def cpu_kernels() -> CPUKernels | None:

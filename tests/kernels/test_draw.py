@@ -1,11 +1,13 @@
 """Tokens drawn in C where one CPU thread runs a model: those that torch draws, to the bit."""
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
 import torch
 
 from engine.kernels.cpu import CPUKernels, cpu_kernels
-from engine.sampling.draw import block_sums, draw, stream_starts, uniforms
+from engine.sampling.draw import block_sums, draw, padded_scores, padded_width, stream_starts, uniforms, weights
 from engine.sampling.sampler import Sampler
 from engine.types.params import SamplingParams
 from tests.sampling.rows import CPU, admit
@@ -17,6 +19,13 @@ def kernels() -> CPUKernels:
     if found is None:
         pytest.skip("there is no C compiler")
     return found
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -35,6 +44,31 @@ def test_draws_are_those_of_torch_to_the_bit(kernels, seed):
     weights_nW[4], weights_nW[4, 0] = 1.0, 1e-30
     expected_n = draw(weights_nW, uniforms(starts_n, positions_n))
     assert torch.equal(kernels.draw(weights_nW, block_sums(weights_nW), starts_n, positions_n), expected_n)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 512, 3000])
+def test_scores_are_those_of_torch_and_weights_and_sums_near_float64_with_the_same_bits_by_any_threads(
+    kernels, vocab_size, threads
+):
+    torch.manual_seed(0)
+    logits_nV, inverse_n = 10 * torch.randn((40, vocab_size)), 0.2 + 3 * torch.rand(40)
+    logits_nV[3, 0] = logits_nV[4, vocab_size - 1] = torch.nan
+    found = []
+    for number in (1, 2, 3):
+        threads(number)
+        found.append((*kernels.weighed(logits_nV, inverse_n, padded_width(vocab_size)), *kernels.log_sums(logits_nV)))
+    good = torch.ones(40, dtype=torch.bool)
+    good[3:5] = False
+    top_n, scores_nW, weights_nW, _, log_n = found[0]
+    for other in found[1:]:
+        assert all(torch.equal(a[good], b[good]) for a, b in zip(found[0], other, strict=True))
+    assert top_n[~good].isnan().all()
+    assert torch.equal(top_n[good], logits_nV.amax(-1)[good])
+    expected_nW = padded_scores(logits_nV, top_n, inverse_n)[good]
+    assert torch.equal(scores_nW[good], expected_nW)
+    torch.testing.assert_close(weights_nW[good].double(), weights(expected_nW.double()), rtol=1e-6, atol=2e-35)
+    expected_n = (logits_nV.double() - top_n[:, None]).logsumexp(-1)[good]
+    torch.testing.assert_close(log_n[good].double(), expected_n, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 1000])

@@ -19,7 +19,16 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.plugins.support.paging import batch_on
-from engine.sampling.draw import BLOCK, block_sums, draw, stream_starts, uniforms
+from engine.sampling.draw import (
+    BLOCK,
+    block_sums,
+    draw,
+    padded_scores,
+    padded_width,
+    stream_starts,
+    uniforms,
+    weights,
+)
 from tests.kernels.recurrences import convolution, gated_delta, mamba_2
 from tests.kernels.stored_blocks import SIZE, random_rows
 from tests.sanitized.sanitizers import mallocs
@@ -141,6 +150,23 @@ def likeliest(dice: Random) -> None:
         logits_nV[dice.randrange(len(logits_nV))] = -torch.inf
     top_n, token_ids_n = logits_nV.max(-1)
     assert torch.equal(kernels().likeliest(logits_nV), torch.where(top_n.isfinite(), token_ids_n, -1))
+
+
+def weighed(dice: Random) -> None:
+    """Scores, weights and sums of rows, on any number of threads."""
+    logits_nV = torch.randn(rows(dice), dice.choice((size(dice), 3000))) * dice.choice((1.0, 30.0))
+    odd_n = spoiled(dice, logits_nV)
+    factors_n, width = 0.1 + 3 * torch.rand(len(logits_nV)), padded_width(logits_nV.shape[1])
+    with_weights = dice.random() < 0.7
+    top_n, scores_nW, weights_nW = kernels().weighed(logits_nV, factors_n, width, with_weights=with_weights)
+    assert torch.equal(top_n.nan_to_num(7), logits_nV.amax(-1).nan_to_num(7))
+    expected_nW = padded_scores(logits_nV, top_n, factors_n)
+    assert torch.equal(scores_nW[~odd_n], expected_nW[~odd_n])
+    if weights_nW is not None:
+        close(weights_nW[~odd_n], weights(expected_nW.double())[~odd_n], 1e-6)
+    found_n, log_n = kernels().log_sums(logits_nV)
+    assert torch.equal(found_n.nan_to_num(7), top_n.nan_to_num(7))
+    close(log_n[~odd_n], (logits_nV.double() - top_n[:, None]).logsumexp(-1)[~odd_n], 1e-5)
 
 
 def draws(dice: Random) -> None:
@@ -344,6 +370,6 @@ def recurrences(dice: Random) -> None:
 
 
 CALLS = (
-    *(ends_of_float32, add_norm, turn, rotate_and_store, gate, likeliest, draws),
+    *(ends_of_float32, add_norm, turn, rotate_and_store, gate, likeliest, weighed, draws),
     *(product, product, block_product, block_product, attention, attention, recurrences, recurrences),
 )
