@@ -83,7 +83,7 @@ def blocks(text: list[tuple[str, int]]) -> bytes:
     """Digests of the whole blocks of a text: equal where everything up to their end is."""
     found, state, left = [], hashlib.blake2b(digest_size=DIGEST_BYTES), 0
     for name, count in text:
-        state.update(name.encode())
+        state.update(f"{name}/".encode())  # a name ends: "single-1" is no beginning of "single-11"
         begun, left = left, left + count
         for index in range(left // BLOCK):
             one = state.copy()

@@ -61,7 +61,7 @@ path = "{model}"
 name = "demo"
 [scheduler]
 max_running = 16
-itl_target_ms = 2
+itl_target_ms = 1
 [placement]
 executor = "process"
 [limits]

@@ -3,13 +3,15 @@
 The conversations of ``bench_host_tier``, whose prompts need four times the KV pool, with a host tier as large as the
 pool, go to a hybrid model with random weights, once with each policy of snapshots.  The oracle knows where each prompt
 will go on, from a run with a state behind every page, whose answers are the same to the bit: it takes snapshots at
-these places, and at the ends of outputs, and no others.  Both have a slot for each page, so that no snapshot is lost
-before its pages.  The run with a state behind every page has the most hits, and more steps.
+these places, and at the ends of outputs, and no others.  It has as many slots as the policies.  The run with a state
+behind every page has a slot for each, so that no snapshot is lost before its pages, and more steps; so has the oracle
+with the same slots.
 Hit rates and times to first token are those of ``bench_host_tier``; policies take turns.
 
     python benchmarks/bench_snapshots.py                                     # a tiny hybrid
     python benchmarks/bench_snapshots.py --policies default oracle           # these two alone
-    python benchmarks/bench_snapshots.py --shape qwen3.5-0.8b --conversations 6 --turns 3 --first-tokens 192
+    python benchmarks/bench_snapshots.py --policies default --shape qwen3.5-0.8b --conversations 12 --turns 2 \\
+        --first-tokens 192
 """
 
 import argparse
@@ -33,13 +35,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConf
 from engine.config import load_config
 from engine.features.states import planner, rank, slots
 from engine.features.states.planner import StatesPlanner
-from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
 from engine.kv.node import Handle
 from engine.kv.pages import Pages
+from engine.plugins.snapshots.ends import EndsAndBranches
+from engine.plugins.snapshots.policy import PromptPages, SnapshotPolicy
 from engine.scheduling.rows import Sequence
 
 MAX_RUNNING = 32
-EVERY, ORACLE = "every page", "oracle"
+EVERY, ORACLE, UNBOUNDED = "every page", "oracle", "oracle, a slot for each page"
 NOTHING = {"keeps_prompts": False, "keeps_turns": False, "keeps_branches": False}
 POLICIES: dict[str, SnapshotPolicy] = {
     "default": EndsAndBranches(),
@@ -63,7 +66,7 @@ class Places:
         self.key = b""
         self.page_bytes = 1
 
-    def of_prompt(self, found: Found) -> list[int]:
+    def of_prompt(self, found: PromptPages) -> list[int]:
         """Return the known places of the prompt."""
         return [pages for pages in range(1, found.num_pages + 1) if self.key[: pages * self.page_bytes] in self.known]
 
@@ -92,15 +95,16 @@ def tiny() -> PretrainedConfig:
 @contextmanager
 def chosen(name: str, places: Places) -> Iterator[None]:
     """Let engines take snapshots by a policy.  places: those that a run with a state behind every page fills."""
-    known = planner.POLICY, planner.StatesPlanner, rank.PAGES_PER_SLOT, slots.PAGES_PER_SLOT
-    planner.POLICY = places if name == ORACLE else POLICIES[name]
-    if name in (EVERY, ORACLE):
+    known = planner.snapshot_policy, planner.StatesPlanner, rank.PAGES_PER_SLOT, slots.PAGES_PER_SLOT
+    planner.snapshot_policy = lambda *_: POLICIES.get(name, places)
+    if name in (EVERY, ORACLE, UNBOUNDED):
         planner.StatesPlanner = type("Planner", (PlacesPlanner,), {"places": places})  # type: ignore[misc]
+    if name in (EVERY, UNBOUNDED):
         rank.PAGES_PER_SLOT = slots.PAGES_PER_SLOT = 1  # type: ignore[misc]
     try:
         yield
     finally:
-        planner.POLICY, planner.StatesPlanner, rank.PAGES_PER_SLOT, slots.PAGES_PER_SLOT = known  # type: ignore[misc]
+        planner.snapshot_policy, planner.StatesPlanner, rank.PAGES_PER_SLOT, slots.PAGES_PER_SLOT = known  # type: ignore[misc]
 
 
 def compare(workload: Workload, directory: Path, rounds: int, names: list[str]) -> list[dict[str, Any]]:
@@ -146,7 +150,7 @@ def main() -> None:
     parser.add_argument("--first-tokens", type=int, default=1024, help="of first prompts")
     parser.add_argument("--clients", type=int, default=4, help="most requests open at once")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--policies", nargs="+", default=[*POLICIES], choices=[*POLICIES, ORACLE])
+    parser.add_argument("--policies", nargs="+", default=[*POLICIES], choices=[*POLICIES, ORACLE, UNBOUNDED])
     arguments = parser.parse_args()
     count = arguments.conversations
     visits = np.random.default_rng(0).integers(0, count, count * arguments.turns)

@@ -21,11 +21,12 @@ from rich.table import Table
 from simulation import EOS, PAGE_SIZE, Request, Simulation, tokens
 
 from engine.features.states.planner import StatesPlanner
-from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
 from engine.features.states.slots import PAGES_PER_SLOT
 from engine.kv.node import Handle
 from engine.kv.pages import Pages
 from engine.messages import Admission
+from engine.plugins.snapshots.ends import EndsAndBranches
+from engine.plugins.snapshots.policy import PromptPages, SnapshotPolicy
 from engine.scheduling.feature import NewFeature, PlannerParts
 from engine.scheduling.rows import Sequence as Row
 
@@ -134,7 +135,7 @@ class Oracle:
         self._wanted = wanted
         self.turn = 0
 
-    def of_prompt(self, found: Found) -> set[int]:
+    def of_prompt(self, found: PromptPages) -> set[int]:
         """Return the places of the turn."""
         return self._wanted[self.turn]
 

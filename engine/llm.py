@@ -28,7 +28,7 @@ from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.control.system import System
 from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, Usage
-from engine.text.turns import read_turn
+from engine.text.turns import read_conversations
 from engine.types.errors import RequestError
 from engine.types.logprobs import TokenLogprobs
 from engine.types.params import SamplingParams
@@ -392,7 +392,7 @@ def _as_conversations(conversations: Conversations) -> list[Prompt]:
     several: Sequence[Any] = [conversations] if _is_conversation(conversations) else conversations
     if not isinstance(several, Sequence) or not all(isinstance(turns, Sequence) for turns in several):
         raise RequestError(f"messages: expected a conversation or several, not {conversations!r:.100}")
-    return [tuple(map(read_turn, turns)) for turns in several]
+    return [*read_conversations(several)]
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 ARITHMETIC = 2  # raised when kernels of the same names give other results
 TOY_PARAMETERS: Final = 50_000_000
+ANY_MODEL: Final = ("default", "default/not-specified")  # sent by clients of servers that look at no name
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """One served model.
 
-    name: what requests put into ``model``; matched exactly.
+    name: what requests put into ``model``; matched exactly, but for the names of ``ANY_MODEL``.
     max_model_len: longest prompt plus output in tokens.
     created: Unix time shown by /v1/models.
     chat_defaults: the checkpoint's own temperature, top_p, top_k and repetition_penalty, for requests

@@ -58,6 +58,25 @@ def read_journal(root: Path) -> dict[Any, Any]:
     return found
 
 
+async def write_journal_after_another(root: Path, noted: NotedDisk) -> None:
+    """A first process has written and not synced; the second one tells clients what it has read."""
+    first = journal_of(root / "journal", fsync="never", most_bytes=MOST_BYTES)
+    entry, told = first.begin(), asyncio.Event()
+    first.append(entry, accepted(entry), told.set)
+    await told.wait()
+    first.close()
+    second = journal_of(root / "journal", fsync="always", most_bytes=MOST_BYTES)
+    noted.promised |= {number: len(one.records) for number, one in second.entries.items()}
+    for _ in range(4):
+        told.clear()
+        brief = second.begin()
+        second.append(brief, accepted(brief), told.set)
+        await told.wait()
+        noted.promised[brief.number] = 1
+        noted.note()
+    second.close()
+
+
 async def write_pages(root: Path, noted: NotedDisk) -> None:
     pages = files.FileStore(root / "pages", 1 << 20, sync=True)
     for number in range(4):
@@ -113,6 +132,7 @@ def read_kernels(root: Path) -> dict[Any, Any]:
 
 WRITERS: dict[str, tuple[Callable[[Path, NotedDisk], Awaitable[None]], Callable[[Path], dict[Any, Any]]]] = {
     "journal": (write_journal, read_journal),
+    "journal of a second process": (write_journal_after_another, read_journal),
     "page store": (write_pages, read_pages),
     "storage": (write_contents, read_contents),
     "kernel cache": (write_kernels, read_kernels),
@@ -132,6 +152,12 @@ COPY = segments.JournalSegments.copy
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "no sync of the journal's folder": ("journal", segments, "sync_folder", lambda path: None),
     "old files go before the new one is synced": ("journal", segments.JournalSegments, "copy", unsynced_copy),
+    "no sync of what an earlier process wrote": (
+        "journal of a second process",
+        segments.JournalSegments,
+        "_open_found",
+        lambda self: [],
+    ),
     "no sync of the folder above": ("journal", disk, "sync_folder", lambda path: None),
     "no sync of a page's folder": ("page store", appended_file, "sync_folder", lambda path: None),
     "no sync of the folder above the store": ("storage", disk, "sync_folder", lambda path: None),

@@ -65,12 +65,14 @@ from engine.plugins.hookspecs import (
     ParserContext,
     PolicyContext,
     ProposerContext,
+    SnapshotContext,
     TransferContext,
     hookimpl,
 )
 from engine.plugins.kv_store.store import KVStore
 from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
+from engine.plugins.snapshots.policy import PromptPages, SnapshotPolicy
 from engine.plugins.transfer.options import CarrierOptions
 from engine.plugins.transfer.transfer import PageCarrier
 from engine.scheduling.meter import RequestMetrics
@@ -178,6 +180,7 @@ __all__ = [
     "PictureLayout",
     "PluginError",
     "PolicyContext",
+    "PromptPages",
     "Proposer",
     "ProposerContext",
     "ProposerSession",
@@ -194,6 +197,8 @@ __all__ = [
     "Scaling",
     "SchedulingPolicy",
     "Sizes",
+    "SnapshotContext",
+    "SnapshotPolicy",
     "SortKey",
     "TaskHead",
     "TenantPolicy",

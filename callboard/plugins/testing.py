@@ -12,6 +12,7 @@ from engine.plugins.encoder.kit import check_encoder
 from engine.plugins.kv_store.kit import check_kv_store
 from engine.plugins.proof.attention_cases import AttentionCase
 from engine.plugins.proof.findings import ConformanceError
+from engine.plugins.snapshots.kit import check_snapshot_policy
 from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.grammar import GrammarExample, check_grammar_engine
@@ -54,6 +55,7 @@ __all__ = [
     "check_rank",
     "check_reasoning_parser",
     "check_scheduling_policy",
+    "check_snapshot_policy",
     "check_tool_parser",
     "check_transfer",
     "read_declaration",

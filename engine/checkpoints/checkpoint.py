@@ -15,7 +15,7 @@ import msgspec
 from engine.checkpoints.feature import CheckpointFeature, Reading
 from engine.checkpoints.fields import Fields, read_fields
 from engine.checkpoints.gguf import STORED_FORMATS, SUFFIX, unfold
-from engine.checkpoints.quantization import Quantization, read_quantization
+from engine.checkpoints.quantization import MXFP4, Quantization, read_quantization
 from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.text_part import read_text_part
 from engine.checkpoints.use import GENERATING, ModelUse
@@ -78,10 +78,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stored_formats(self) -> tuple[str, ...]:
-        """Formats of blocks in which a GGUF file stores matrices, by ggml's names; or 'int4' of AWQ, GPTQ and so on."""
-        if self.quantization is not None:
-            return ("int4",) if self.quantization.is_int4 else ()
-        return tuple(self.config.get(STORED_FORMATS, ()))
+        """Formats of blocks in which the files store matrices, by ggml's names; or 'int4' of AWQ, GPTQ and so on."""
+        if self.quantization is None:
+            return tuple(self.config.get(STORED_FORMATS, ()))
+        if self.quantization.method == MXFP4:
+            return ("MXFP4",)
+        return ("int4",) if self.quantization.is_int4 else ()
 
     @property
     def max_len(self) -> int:
@@ -146,9 +148,11 @@ def read_spec(
     for feature in features:
         reading = feature.read(reading)
     shape = reading.shape
+    if quantization is not None and quantization.method == MXFP4:
+        shape = shape.with_experts(upright=True)
     if shape.task_head is not None and reading.use == GENERATING:
         raise WeightsError(f"{directory}: {architecture} generates no text, and nothing here serves its labels")
-    if quantization is not None and quantization.method != "mxfp4" and shape.unlike_rounded:
+    if quantization is not None and quantization.method != MXFP4 and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only if it is not rounded"
         raise fields.error("quantization_config", str(quantization), expected)
     path = directory / "generation_config.json"
@@ -158,7 +162,7 @@ def read_spec(
     return ModelSpec(
         directory=directory,
         architecture=architecture,
-        shape=reading.shape,
+        shape=shape,
         dtype=_dtype(fields),
         quantization=quantization,
         eos_token_ids=tuple(sorted(eos_token_ids)),

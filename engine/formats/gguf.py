@@ -51,7 +51,7 @@ class GGUFWeights:
             weight = _unpaired(weight, heads)
         return weight.narrow(dim, start, length) if whole else weight
 
-    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+    def rows(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> StoredRows | None:
         """Return rows of blocks, in the model's order; None for a type without blocks, and for a part of the inputs."""
         stored, source = self._found[name]
         if len(stored.shape) != 2 or source.kind in PLAIN or (dim and length != stored.shape[1]):

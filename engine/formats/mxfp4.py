@@ -1,13 +1,15 @@
 """Experts in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss stores them: 4-bit floats that share a scale by 32.
 
 Legend: E experts · O outputs · I inputs · G groups of 32 inputs with a scale of their own
-Owns: the two tensors of a stack, NAME_blocks [E, O, G, 16] and NAME_scales [E, O, G], read as floats or as they are.
+Owns: the two tensors of a stack, NAME_blocks [E, O, G, 16] and NAME_scales [E, O, G], read as floats, as ggml's blocks
+or as they are.
 Does not know: which layers a model has.  Other tensors are read as they are.
 """
 
 from collections.abc import Mapping
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from engine.checkpoints.quantization import MXFP4_GROUP
@@ -25,7 +27,7 @@ VALUES = (*POSITIVE, *(-one for one in POSITIVE))
 
 
 class MXFP4Reader:
-    """Tensors of a checkpoint with stacks in MXFP4; a stack is seen as [E, I, O], and an expert is decoded alone.
+    """Tensors of a checkpoint with stacks in MXFP4; every stack is seen as [E, O, I], and an expert is read alone.
 
     Raises WeightsError if the tensors of a stack are missing or do not fit each other."""
 
@@ -38,21 +40,37 @@ class MXFP4Reader:
         }
         parts = {f"{name}{kind}" for name in stacks for kind in (BLOCKS, SCALES)}
         self._stacks = {name: _stack(name, blocks, stored) for name, blocks in stacks.items()}
-        self.tensors = {name: one for name, one in stored.items() if name not in parts} | self._stacks
+        self.tensors = {name: _upright(one) for name, one in stored.items() if name not in parts} | self._stacks
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
-        """Return a part of a tensor; of a stack, a part of one expert's matrix [I, O]."""
-        if name not in self._stacks:
+        """Return a part of a tensor; of a stack, a part of one expert's matrix [O, I]."""
+        if name in self._stacks:
+            weight_OI = decoded(*self._codes(name, dim, start, length, member))
+            return weight_OI.narrow(1, start, length) if dim else weight_OI
+        if member is None or len(self.tensors[name].shape) == len("EO"):
             return self._plain.part(name, dim, start, length, member)
-        outputs = (start, length) if dim == 1 else (0, self._stacks[name].shape[2])
-        blocks, scales = (self._plain.part(f"{name}{kind}", 0, *outputs, member) for kind in (BLOCKS, SCALES))
-        if (scales == NO_SCALE).any():
-            raise WeightsError(f"{self._stacks[name].file}: tensor '{name}{SCALES}' contains NaN; the file is damaged")
-        weight_IO = decoded(blocks, scales).t()
-        return weight_IO if dim == 1 else weight_IO.narrow(0, start, length)
+        return self._plain.part(name, 1 - dim, start, length, member).t()
 
-    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
-        """Return None: a stack's experts are decoded one at a time."""
+    def rows(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> StoredRows | None:
+        """Return a part of an expert's matrix in ggml's blocks of the same numbers."""
+        if name not in self._stacks or (dim and (start % GROUP or length % GROUP)):
+            return None
+        blocks_OGB, scales_OG = self._codes(name, dim, start, length, member)
+        if dim:
+            groups = slice(start // GROUP, (start + length) // GROUP)
+            blocks_OGB, scales_OG = blocks_OGB[:, groups], scales_OG[:, groups]
+        low_OGB, high_OGB = codes(blocks_OGB).unflatten(-1, (2, -1)).unbind(-2)
+        whole_OGB = torch.cat([scales_OG[..., None], low_OGB | high_OGB << 4], -1)
+        where = f"{self._stacks[name].file}: tensor {name!r}"
+        return StoredRows(where, "MXFP4", whole_OGB.flatten(1), scales_OG.shape[1] * GROUP)
+
+    def _codes(self, name: str, dim: int, start: int, length: int, member: int | None) -> tuple[Tensor, Tensor]:
+        """Return blocks and scales of some outputs of an expert, or of all for a part of the inputs."""
+        outputs = (0, self._stacks[name].shape[1]) if dim else (start, length)
+        blocks_OGB, scales_OG = (self._plain.part(f"{name}{kind}", 0, *outputs, member) for kind in (BLOCKS, SCALES))
+        if (scales_OG == NO_SCALE).any():
+            raise WeightsError(f"{self._stacks[name].file}: tensor '{name}{SCALES}' contains NaN; the file is damaged")
+        return blocks_OGB, scales_OG
 
     def close(self) -> None:
         self._plain.close()
@@ -84,10 +102,22 @@ class CodesReader(SafetensorsReader):
 
 
 def decoded(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
-    """Return weight_OI in float32, which is exact.  The lower half of a byte is the first of two neighbours."""
-    codes = torch.stack((blocks_OGB & 15, blocks_OGB >> 4), -1).flatten(-2)
-    values = torch.tensor(VALUES)[codes.int()]
+    """Return weight_OI in float32, which is exact."""
+    values = torch.tensor(VALUES)[codes(blocks_OGB).int()]
     return torch.ldexp(values, scales_OG[..., None].int() - BIAS).flatten(-2)
+
+
+def codes(blocks: Tensor) -> Tensor:
+    """Return the codes of blocks, uint8.  The lower half of a byte is the first of two neighbours."""
+    return torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+
+
+def _upright(stored: StoredTensor) -> StoredTensor:
+    """Return a stack of floats, [E, I, O], as it is seen, and another tensor as it is."""
+    if len(stored.shape) != len("EIO"):
+        return stored
+    experts, inputs, outputs = stored.shape
+    return replace(stored, shape=(experts, outputs, inputs))
 
 
 def _stack(name: str, blocks: StoredTensor, stored: Mapping[str, StoredTensor]) -> StoredTensor:
@@ -102,5 +132,5 @@ def _stack(name: str, blocks: StoredTensor, stored: Mapping[str, StoredTensor]) 
         )
     experts, outputs, groups = scales.shape
     return StoredTensor(
-        blocks.file, name, "F32", (experts, groups * GROUP, outputs), blocks.num_bytes + scales.num_bytes
+        blocks.file, name, "F32", (experts, outputs, groups * GROUP), blocks.num_bytes + scales.num_bytes
     )

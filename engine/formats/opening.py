@@ -5,6 +5,7 @@ Owns: the choice.  Does not know: how tensors are stored.
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK
+from engine.checkpoints.quantization import MXFP4
 from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.checkpoints.text_part import text_tensors
@@ -21,7 +22,7 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     stored = _with_prefix(spec.shape, text_tensors(spec.config["architectures"][0], read_shards(spec.directory)))
     if spec.quantization is None:
         return SafetensorsReader(stored)
-    if spec.quantization.method == "mxfp4":
+    if spec.quantization.method == MXFP4:
         kept = any(one.four_bits for one in spec.shape.experts)
         return CodesReader(stored) if kept else MXFP4Reader(stored)
     return QuantizedReader(stored, spec.quantization)

@@ -52,7 +52,7 @@ class QuantizedReader:
             return self._plain.part(name, dim, start, length, member)
         return self._weight(name).narrow(dim, start, length)
 
-    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+    def rows(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> StoredRows | None:
         """Return rows of blocks of a weight with integers of 4 bits and a scale per 32, 64 or 128 inputs in order."""
         if not self._quantization.is_int4 or name not in self._parts:
             return None

@@ -31,7 +31,7 @@ class WeightReader(Protocol):
 
         member: index of the matrix in a stack of matrices; ``dim`` is then one of the matrix."""
 
-    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+    def rows(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> StoredRows | None:
         """Return the same part of a matrix as its file stores it; None if that is no format of ``StoredRows``, or if
         the part begins or ends within a row's blocks."""
 
@@ -62,7 +62,7 @@ class SafetensorsReader:
             raise WeightsError(f"{stored.file}: {error}") from None
         return part.float() if part.is_floating_point() and part.dtype.itemsize == 1 else part
 
-    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+    def rows(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> StoredRows | None:
         """Return None: the file has floats."""
 
     def whole(self, name: str) -> Tensor:

@@ -18,16 +18,20 @@
 
 #ifdef V
 
-/* PLAIN: a scale per group.  MINIMUM: a scale and a minimum.  ZERO: a scale and a zero point per block of several groups;
+/* PLAIN: a scale per group.  MINIMUM: a scale and a minimum.  CODED: a power of two per group, and floats of 4 bits.  ZERO: a scale and a zero point per block of several groups;
    ZERO_UPPER: the same with a scale in bfloat16.  SUPER: an integer scale per group, times a float scale per block.
    SUPER_MINIMUM: the same with integer minima, times another float. */
-enum { PLAIN, MINIMUM, ZERO, ZERO_UPPER, SUPER, SUPER_MINIMUM };
+enum { PLAIN, MINIMUM, CODED, ZERO, ZERO_UPPER, SUPER, SUPER_MINIMUM };
 /* A kind is the bits and the form of a tile; formats of one kind differ by their blocks in the file. */
-enum { PLAIN4, MINIMUM4, PLAIN5, MINIMUM5, PLAIN8, SUPER_MINIMUM4, SUPER_MINIMUM5, SUPER6, ZERO4, ZERO_UPPER4, KINDS };
+enum { PLAIN4, MINIMUM4, PLAIN5, MINIMUM5, PLAIN8, SUPER_MINIMUM4, SUPER_MINIMUM5, SUPER6, CODED4, ZERO4, ZERO_UPPER4, KINDS };
 /* The last six are of safetensors files, with a block per scale; formats/integers.py orders their integers. */
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, HALF32, HALF64, HALF128, UPPER32, UPPER64, UPPER128, FORMATS };
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, HALF32, HALF64, HALF128, UPPER32, UPPER64, UPPER128, FORMATS };
 
 #define SPAN 256
+
+/* The numbers of a float of 4 bits, 0 to 6 and 0 to -6, doubled and from 0. */
+#define ZERO_CODE 12
+static const uint8_t CODES[16] __attribute__((aligned(16))) = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 typedef struct {
     int64_t kind, bits, form, group, zero;
@@ -43,6 +47,7 @@ static const Format TABLE[FORMATS] = {
     [Q4_K] = {SUPER_MINIMUM4, 4, SUPER_MINIMUM, 32, 0, SPAN, 144},
     [Q5_K] = {SUPER_MINIMUM5, 5, SUPER_MINIMUM, 32, 0, SPAN, 176},
     [Q6_K] = {SUPER6, 6, SUPER, 16, 32, SPAN, 210},
+    [MXFP4] = {CODED4, 4, CODED, 32, ZERO_CODE, 32, 17},
     [HALF32] = {ZERO4, 4, ZERO, 32, 0, 32, 19},
     [HALF64] = {ZERO4, 4, ZERO, 32, 0, 64, 35},
     [HALF128] = {ZERO4, 4, ZERO, 32, 0, 128, 67},
@@ -63,7 +68,7 @@ INLINE int64_t block_header(int64_t form) {
     return form == SUPER_MINIMUM ? 4 * V : form >= SUPER ? 2 * V : form >= ZERO ? 3 * V : 0;
 }
 INLINE int64_t group_header(int64_t form) {
-    return form == MINIMUM ? 4 * V : form == PLAIN || form == SUPER_MINIMUM ? 2 * V : form == SUPER ? V : 0;
+    return form == MINIMUM ? 4 * V : form == PLAIN || form == SUPER_MINIMUM ? 2 * V : form == SUPER || form == CODED ? V : 0;
 }
 
 INLINE int64_t group_bytes(const Format *is) { return group_header(is->form) + V * is->group * is->bits / 8; }
@@ -147,6 +152,10 @@ INLINE void read_block(const int64_t format, const uint8_t *from, Block *to) {
         for (int j = 0; format == Q5_K && j < 8; j++)
             for (int i = 0; i < 32; i++) to->q[j * 32 + i] |= (high[i] >> j & 1) << 4;
         return;
+    case MXFP4: /* a number is half of an integer; weights below 2^-123 become 0 */
+        to->scale = from[0] ? from[0] - 1 : 0;
+        read_nibbles(from + 1, to->q, 16);
+        return;
     case Q6_K:
         memcpy(to->scales, from + 192, 16);
         for (int j = 0; j < 8; j++) {
@@ -183,7 +192,8 @@ INLINE void write_block(const Format *is, const Block *block, char *to, int64_t 
     if (is->form == SUPER_MINIMUM) memcpy(to + (V + o) * 2, &block->minimum, 2);
     to += block_header(is->form);
     for (int64_t g = 0; g < is->size / is->group; g++, to += group_bytes(is)) {
-        if (is->form < ZERO) memcpy(to + o * 2, &block->scale, 2);
+        if (is->form < CODED) memcpy(to + o * 2, &block->scale, 2);
+        if (is->form == CODED) to[o] = block->scale;
         if (is->form == MINIMUM) memcpy(to + (V + o) * 2, &block->minimum, 2);
         if (is->form >= SUPER) to[o] = block->scales[g];
         if (is->form == SUPER_MINIMUM) to[V + o] = block->minima[g];
@@ -192,7 +202,7 @@ INLINE void write_block(const Format *is, const Block *block, char *to, int64_t 
 }
 
 INLINE int is_finite(const Format *is, uint16_t scale) {
-    uint16_t exponent = is->form == ZERO_UPPER ? 0x7f80 : 0x7c00;
+    uint16_t exponent = is->form == CODED ? 254 : is->form == ZERO_UPPER ? 0x7f80 : 0x7c00;
     return (scale & exponent) != exponent;
 }
 
@@ -223,7 +233,7 @@ int64_t blocks_pack(int64_t format, int64_t O, int64_t I, const uint8_t *rows, c
     for (int64_t p = 0; p < count; p++)
         switch (format) {
             PACK(Q4_0) PACK(Q4_1) PACK(Q5_0) PACK(Q5_1) PACK(Q8_0) PACK(Q4_K) PACK(Q5_K) PACK(Q6_K)
-            PACK(HALF32) PACK(HALF64) PACK(HALF128) PACK(UPPER32) PACK(UPPER64) PACK(UPPER128)
+            PACK(MXFP4) PACK(HALF32) PACK(HALF64) PACK(HALF128) PACK(UPPER32) PACK(UPPER64) PACK(UPPER128)
         }
 #undef PACK
     return wrong;
@@ -242,10 +252,18 @@ static float value_of(const Format *is, uint16_t scale) {
     return is->form == ZERO_UPPER ? value : float_of_half(scale);
 }
 
+static float power_of(uint8_t exponent) {
+    uint32_t bits = (uint32_t)exponent << 23;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 static int whole_at(const Format *is, const uint8_t *group, int64_t o, int64_t i) {
     int64_t k = i / 4, at = o * 4 + i % 4;
     if (is->bits == 8) return group[k * V * 4 + at];
     int low = group[k / 2 * V * 4 + at] >> k % 2 * 4 & 15;
+    if (is->form == CODED) return CODES[low];
     if (is->bits == 4) return low;
     return low | (group[is->group / 8 * V * 4 + at] >> k * (is->bits - 4) & ((1 << (is->bits - 4)) - 1)) << 4;
 }
@@ -260,7 +278,7 @@ static void read_row(const Blocks *blocks, int64_t I, int64_t row, float *out) {
         for (int64_t g = 0; g < is->size / is->group; g++, at += group_bytes(is)) {
             const uint8_t *group = (const uint8_t *)at;
             const uint8_t *halves = is->form >= ZERO ? header : group;
-            float scale = value_of(is, half_at(halves + o * 2)), least = 0;
+            float scale = is->form == CODED ? power_of(group[o]) : value_of(is, half_at(halves + o * 2)), least = 0;
             int64_t zero = is->form == ZERO || is->form == ZERO_UPPER ? -(int8_t)header[2 * V + o] : is->zero;
             if (is->form == MINIMUM || is->form == SUPER_MINIMUM) least = value_of(is, half_at(halves + (V + o) * 2));
             if (is->form >= SUPER) scale *= (int8_t)group[o], least *= is->form == SUPER_MINIMUM ? group[V + o] : 0;
@@ -290,11 +308,12 @@ typedef struct {
 } Input;
 
 /* Integers of V outputs and of inputs 4k to 4k + 3 of a group. */
-INLINE Integers element(const char *low, Integers high, const int k, const int bits) {
+INLINE Integers element(const char *low, Integers high, const int k, const int bits, const int form) {
     if (bits == 8) return load_bytes(low + k * V * 4);
     Integers pair = load_bytes(low + k / 2 * V * 4);
     Integers four = both(k % 2 ? right(pair, 4) : pair, all_integers(0x0f0f0f0f));
     const int shift = 4 - k * (bits - 4);
+    if (form == CODED) return look_up(CODES, four);
     if (bits == 4) return four;
     return either(four, both(shift >= 0 ? left(high, shift) : right(high, -shift),
                              all_integers(bits == 5 ? 0x10101010 : 0x30303030)));
@@ -329,7 +348,9 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
         Floats scale[4];
         EACH(n, N) {
             const uint16_t *from = (const uint16_t *)((form >= ZERO ? header : panel) + n * size);
-            scale[n] = form == ZERO_UPPER ? load_scales(from) : load_halves(from);
+            scale[n] = form == CODED        ? load_powers(panel + n * size)
+                       : form == ZERO_UPPER ? load_scales(from)
+                                            : load_halves(from);
             if (form >= SUPER) scale[n] = times(scale[n], load_small(panel + n * size));
         }
         for (int64_t part = 0; part < in.parts; part++) {
@@ -340,7 +361,7 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
                 EACH(n, N) {
                     const char *from = low + n * size;
                     Integers high = bits == 5 || bits == 6 ? load_bytes(from + G / 8 * V * 4) : all_integers(0);
-                    w[n] = element(from, high, k, bits);
+                    w[n] = element(from, high, k, bits, form);
                 }
                 EACH(m, M) {
                     int32_t four;
@@ -393,12 +414,13 @@ TILES_OF(plain8, 8, PLAIN)
 TILES_OF(super_minimum4, 4, SUPER_MINIMUM)
 TILES_OF(super_minimum5, 5, SUPER_MINIMUM)
 TILES_OF(super6, 6, SUPER)
+TILES_OF(coded4, 4, CODED)
 TILES_OF(zero4, 4, ZERO)
 TILES_OF(zero_upper4, 4, ZERO_UPPER)
 static const Tile *const TILES[KINDS] = {
     [PLAIN4] = plain4, [MINIMUM4] = minimum4, [PLAIN5] = plain5, [MINIMUM5] = minimum5, [PLAIN8] = plain8,
     [SUPER_MINIMUM4] = super_minimum4, [SUPER_MINIMUM5] = super_minimum5, [SUPER6] = super6,
-    [ZERO4] = zero4, [ZERO_UPPER4] = zero_upper4,
+    [CODED4] = coded4, [ZERO4] = zero4, [ZERO_UPPER4] = zero_upper4,
 };
 
 /* Rounded rows, one block of memory. */

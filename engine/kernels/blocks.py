@@ -27,12 +27,13 @@ class Format(IntEnum):
     Q4_K = 5
     Q5_K = 6
     Q6_K = 7
-    HALF32 = 8
-    HALF64 = 9
-    HALF128 = 10
-    UPPER32 = 11
-    UPPER64 = 12
-    UPPER128 = 13
+    MXFP4 = 8
+    HALF32 = 9
+    HALF64 = 10
+    HALF128 = 11
+    UPPER32 = 12
+    UPPER64 = 13
+    UPPER128 = 14
 
 
 class Parts(IntEnum):

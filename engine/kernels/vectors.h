@@ -1,5 +1,6 @@
 /* Operations on vectors of V numbers, for AVX-512, AVX2 and NEON with dot products; without these V is not defined.
-   products.c and blocks.c are written with them.  REGISTERS: vectors that a CPU holds. */
+   products.c and blocks.c are written with them.  REGISTERS: vectors that a CPU holds.
+   load_powers: 2^(byte - 127).  look_up: the bytes, 16, at places given as bytes. */
 
 #include <stdint.h>
 #include <string.h>
@@ -44,6 +45,10 @@ typedef __m512i Integers;
 #define times(a, b) _mm512_mul_ps(a, b)
 #define float_of(a) _mm512_cvtepi32_ps(a)
 #define integers_as(a) _mm512_castps_si512(a)
+#define load_powers(from) \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from))), 23))
+#define look_up(bytes, a) \
+    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(bytes))), a)
 #define load_small(from) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from))))
 #define both(a, b) _mm512_and_si512(a, b)
 #define either(a, b) _mm512_or_si512(a, b)
@@ -73,6 +78,10 @@ typedef __m256i Integers;
 #define times(a, b) _mm256_mul_ps(a, b)
 #define float_of(a) _mm256_cvtepi32_ps(a)
 #define integers_as(a) _mm256_castps_si256(a)
+#define load_powers(from) \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(from))), 23))
+#define look_up(bytes, a) \
+    _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)(bytes))), a)
 #define load_small(from) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from))))
 #define both(a, b) _mm256_and_si256(a, b)
 #define either(a, b) _mm256_or_si256(a, b)
@@ -106,6 +115,13 @@ INLINE Floats load_small(const char *from) {
     memcpy(&four, from, sizeof four);
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
 }
+INLINE Floats load_powers(const char *from) {
+    uint32_t four;
+    memcpy(&four, from, sizeof four);
+    uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(four));
+    return vreinterpretq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))) << 23);
+}
+#define look_up(bytes, a) vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(bytes), vreinterpretq_u8_s32(a)))
 #define both(a, b) vandq_s32(a, b)
 #define either(a, b) vorrq_s32(a, b)
 #define left(a, bits) ((a) << (bits))

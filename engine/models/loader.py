@@ -142,7 +142,7 @@ def _kept_bytes(plan: Model, reader: WeightReader) -> int:
     total = largest = 0
     tied = plan.doubled_bytes
     for index, one in enumerate(plan.slices()):
-        stored = reader.tensors[one.source].num_bytes * one.length // max(1, one.whole_length)
+        stored = _stored_bytes(one, reader)
         in_blocks = one.target.dim() == 2 and stored < BLOCK_BYTES * one.target.numel()
         total += stored if in_blocks else one.target.nbytes
         largest = max(largest, stored if in_blocks else one.target.numel() * torch.float32.itemsize)
@@ -233,7 +233,7 @@ class Filling:
         self._rank = rank
         self._keeper: RowKeeper | None = None
         self._kept: set[int] = set()
-        self._num_read, self._total = 0, sum(self._num_bytes(one) for one in slices)
+        self._num_read, self._total = 0, sum(_stored_bytes(one, reader) for one in slices)
         self._began_at = time.monotonic()
         off = None if progress else True  # None: off without a terminal
         self._bar = tqdm(total=self._total, desc="loading weights", unit="B", unit_scale=True, disable=off)
@@ -256,17 +256,17 @@ class Filling:
                 part = self._reader.part(one.source, one.dim, one.start, one.length, one.member)
                 self._copies.copy(one.target.narrow(one.dim, 0, one.length), part, one.source)
                 _pad(one)
-            self._note(self._num_bytes(one))
+            self._note(_stored_bytes(one, self._reader))
         if (name := self._copies.damaged()) is not None:
             path = self._reader.tensors[name].file
             raise WeightsError(f"{path}: tensor {name!r} contains NaN or infinity; the file is damaged")
 
     def _takes(self, one: WeightSlice) -> bool:
         """Return whether the kernel has taken the slice as it is stored."""
-        whole = one.target.shape[one.dim] == one.length and one.target.is_contiguous()
+        whole = one.target.shape[one.dim] == one.length and one.target.stride(-1) == 1
         if self._keeper is None or one.target.untyped_storage().data_ptr() not in self._kept or not whole:
             return False
-        rows = self._reader.rows(one.source, one.dim, one.start, one.length)
+        rows = self._reader.rows(one.source, one.dim, one.start, one.length, one.member)
         return rows is not None and self._keeper.keep(one.target, rows)
 
     def log_progress(self) -> None:
@@ -292,9 +292,10 @@ class Filling:
         if time.monotonic() - self._logged_at >= SAY_EVERY_S:
             self.log_progress()
 
-    def _num_bytes(self, one: WeightSlice) -> int:
-        num_bytes = self._reader.tensors[one.source].num_bytes // max(1, one.num_members)
-        return num_bytes * one.length // max(1, one.whole_length)
+
+def _stored_bytes(one: WeightSlice, reader: WeightReader) -> int:
+    num_bytes = reader.tensors[one.source].num_bytes // max(1, one.num_members)
+    return num_bytes * one.length // max(1, one.whole_length)
 
 
 def _pad(wanted: WeightSlice) -> None:

@@ -54,7 +54,7 @@ class Blueprint(msgspec.Struct, frozen=True):
 
         limits: those of the blueprint, for a pool."""
         proposer = self.draft or built_proposer(plugins, self.vocab_size, self.max_len)
-        given = FeatureContext(self.config, proposer, self.vocab_size, limits.state_bytes, self.found)
+        given = FeatureContext(self.config, proposer, self.vocab_size, limits.state_bytes, self.found, plugins)
         features = planner_features(given)
         strategy = plugin_strategy(plugins, self.config, limits.num_pages)
         return Planner(limits, strategy, policy, clock, features=features, watchers=watchers)

@@ -16,6 +16,7 @@ from engine.checkpoints.feature import CheckpointFeature
 from engine.config import Config
 
 if TYPE_CHECKING:
+    from engine.plugins.manager import Plugins
     from engine.scheduling.feature import NewFeature
     from engine.scheduling.proposer import DraftModel, Proposer
     from engine.text.vocabulary import Vocabulary
@@ -27,13 +28,15 @@ class FeatureContext(NamedTuple):
     """The arguments of a planner's features.
 
     proposer: built by the plugin of that kind; None without one.  vocab_size: of the model.
-    state_bytes: as in ``PlannerLimits``.  found: names of features that have facts of the model."""
+    state_bytes: as in ``PlannerLimits``.  found: names of features that have facts of the model.
+    plugins: those that affect plans, loaded."""
 
     config: Config
     proposer: "Proposer | DraftModel | None"
     vocab_size: int
     state_bytes: int = 0
     found: tuple[str, ...] = ()
+    plugins: "Plugins | None" = None
 
 
 Facts = Mapping[str, bytes]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.layers.packing import LinearKernel
     from engine.plugins.encoder.encoder import Encoder
     from engine.plugins.kv_store.store import KVStore
+    from engine.plugins.snapshots.policy import SnapshotPolicy
     from engine.plugins.transfer.transfer import PageCarrier
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
@@ -105,7 +106,7 @@ class LinearContext:
     quantization: type to keep weights in; 'none' rounds no more than products in dtype do.
     checkpoint_dtype: type of the saved weights; their values fit it exactly.
     scale_block: (outputs, inputs) that share a scale in a float8 checkpoint, 0 for all; None for another checkpoint.
-    stored_formats: formats of a GGUF file's matrices in blocks, by ggml's names, or 'int4' of AWQ, GPTQ and so on.
+    stored_formats: formats of matrices in blocks, by ggml's names, or 'int4' of AWQ, GPTQ and so on.
     instruction_sets: of this CPU, among 'avx2', 'avx512', 'amx' and 'neon'; None if unknown.
     traced: a compiler will trace products.  invariant: a row's result must have the same bits whatever other rows there
     are."""
@@ -137,6 +138,14 @@ class EvictionContext:
 
     page_size: int
     num_pages: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotContext:
+    """The arguments of a policy of snapshots."""
+
+    page_size: int
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -293,6 +302,16 @@ def callboard_encoder(context: EncoderContext) -> "Encoder | None":
     Called: once per process that reads requests, and once per executor; no torch, no device.
     Returns: an Encoder, as in ``engine/plugins/encoder/encoder.py``.
     Raises: WeightsError that names the file and the field that is not supported.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_snapshot_policy(context: SnapshotContext) -> "SnapshotPolicy | None":
+    """Build the policy that chooses where the prefix cache keeps the states of recurrent layers.
+
+    Called: once, when the scheduler is built, for a model with such layers; no torch, no device.
+    Returns: a SnapshotPolicy, as in ``engine/plugins/snapshots/policy.py``.
+    Raises: PluginError if its options are wrong.
     """
 
 

@@ -15,6 +15,7 @@ from engine.plugins.kind import Kind
 from engine.plugins.kind import new_kind as _kind
 from engine.settings.attention_names import AttentionNames
 from engine.settings.sections import PluginsSection
+from engine.types.errors import ConfigError
 
 Wanted = str | AttentionNames | list[str]
 
@@ -80,7 +81,12 @@ def named(section: PluginsSection, kind: str) -> Wanted:
 def chosen_plugins(config: Config) -> dict[str, Wanted]:
     """Return the configured names by kind, 'auto' for the kind's own default.
 
-    Kinds that are set to 'none' are omitted, and those whose plugins the model's files choose."""
+    Kinds that are set to 'none' are omitted, and those whose plugins the model's files choose.
+    Raises ConfigError if that leaves out what every engine needs."""
+    for one in KINDS.values():
+        if one.default and named(config.plugins, one.name) == "none":
+            choices = f"'auto', {', '.join(one.built_in)}, or one of another package"
+            raise ConfigError(f"plugins.{one.setting}='none': an engine needs one; expected {choices}")
     wanted = {one.name: named(config.plugins, one.name) for one in KINDS.values() if not one.by_model}
     chosen: dict[str, Wanted] = {kind: names for kind, names in wanted.items() if names != "none"}
     if chosen["comm"] == "auto" and config.device.tensor_parallel > 1:

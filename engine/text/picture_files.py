@@ -35,12 +35,23 @@ def read_file(image: object) -> bytes:
     if isinstance(image, str | Path):
         try:
             return Path(image).expanduser().read_bytes()
-        except OSError as error:
-            raise RequestError(f"messages: the picture {str(image)!r:.200} cannot be read: {error.strerror}") from None
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise RequestError(f"messages: the picture {str(image)!r:.200} cannot be read: {reason}") from None
     if not hasattr(image, "save") or not hasattr(image, "mode"):
         raise RequestError(f"messages: a picture must be a path, bytes or a PIL image, not {image!r:.100}")
-    file, picture = BytesIO(), cast("Image", image)
-    (picture if picture.mode in WRITTEN else picture.convert("RGB")).save(file, "PNG")
+    return _written(cast("Image", image))
+
+
+def _written(picture: "Image") -> bytes:
+    """Return a PIL image as a file, turned as it is shown.  Raises RequestError."""
+    from PIL import ImageOps
+
+    try:
+        upright, file = ImageOps.exif_transpose(picture), BytesIO()
+        (upright if upright.mode in WRITTEN else upright.convert("RGB")).save(file, "PNG")
+    except Exception as error:  # a file that is opened is read only here
+        raise _unreadable(error) from None
     return file.getvalue()
 
 

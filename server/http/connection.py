@@ -373,16 +373,18 @@ class HttpRunner(web.AppRunner):
         self._traffic = Traffic() if traffic is None else traffic
         self._looking: asyncio.Task[None] | None = None
 
-    async def listen(self, listener: socket.socket) -> None:
+    async def listen(self, *listeners: socket.socket) -> None:
         """Set the application up, and accept connections from now on."""
         await self.setup()
         if self._section.tls_cert:
             tls = Tls(self._section)
-            await TlsSite(self, listener, tls.context, self._section.client_timeout_s).start()
+            for listener in listeners:
+                await TlsSite(self, listener, tls.context, self._section.client_timeout_s).start()
             self._looking = asyncio.create_task(_look_again(tls), name="tls")
         else:
-            await web.SockSite(self, listener, backlog=BACKLOG).start()
-        log.info("listening on %s", self.addresses[0])
+            for listener in listeners:
+                await web.SockSite(self, listener, backlog=BACKLOG).start()
+        log.info("listening on %s", " and ".join(map(str, self.addresses)))
 
     async def cleanup(self) -> None:
         """Serve no more."""

@@ -18,7 +18,7 @@ from engine.types.prompt import ChatOptions, Origin, Prompt, RequestPart
 from server.generate.generation import MAX_CHOICES, Generation
 from server.generate.sight import Sight
 from server.http.body import is_given
-from server.model_card import ModelCard
+from server.model_card import ANY_MODEL, ModelCard
 from server.openai.conversation import HERMES, NO_TOOLS, ToolRequest
 from server.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
 from server.openai.structural_tags import decode_structural_tag, read_structural_tag
@@ -145,6 +145,8 @@ class Translator:
         if name is None or name == self.card.name:
             return {}
         if (variant := self.variants.get(name)) is None:
+            if name in ANY_MODEL:
+                return {}
             more = f" and {len(self.variants)} adapters, which GET /v1/models names" if self.variants else ""
             raise RequestError(
                 f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'{more}",

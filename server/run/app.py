@@ -102,14 +102,16 @@ def _follow_settings(backend: Backend, clients: Clients, translator: Translator)
 def _add_endpoints(
     routes: Routes, endpoints: list[Endpoint[Any]], server: ServerSection, card: ModelCard
 ) -> dict[str, GenerateRoute[Any]]:
-    """Add the endpoints; returns those that the model is for: path -> what answers it."""
+    """Add the endpoints; returns those that the model is for: path -> what answers it.
+
+    Endpoints of different models may share an operation; the one that this model is for answers it."""
     served: dict[str, GenerateRoute[Any]] = {}
     for endpoint in endpoints:
         if endpoint.task in card.use.tasks:
             route = GenerateRoute(endpoint, server)
             served |= dict.fromkeys(endpoint.operation.paths, route)
             routes.handle(endpoint.operation, route.post)
-        else:
+        elif routes.lacks(endpoint.operation):
             routes.handle(endpoint.operation, refused(endpoint, card))
     return served
 

@@ -122,8 +122,8 @@ def find_extensions() -> tuple[Extension, ...]:
 
 
 def declared(parts: Iterable[Extension]) -> tuple[Operation, ...]:
-    """Returns the operations of parts."""
-    return tuple(operation for part in parts for operation in part.operations())
+    """Returns the operations of parts.  Endpoints for different models may share one."""
+    return tuple(dict.fromkeys(operation for part in parts for operation in part.operations()))
 
 
 def described(system: "System") -> dict[str, bytes]:

@@ -72,6 +72,11 @@ def test_text_completions_and_embeddings(target: dict[str, Any]) -> None:
     assert len(answer.data) == 2
 
 
+def test_infinitys_dialect(root: str) -> None:
+    asked = {"model": "infinity/demo", "api_base": f"{root}/infinity", "input": ["def add(a, b):", "import os"]}
+    assert [len(one["embedding"]) for one in litellm.embedding(**asked, dimensions=8).data] == [8, 8]
+
+
 def test_errors_keep_their_kind(target: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError) as refused:
         complete(target, temperature=-1)

@@ -72,7 +72,7 @@ def test_experts_in_four_bits_stay_so_where_the_kernel_reads_them(
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"device": {"kind": "cpu"}}, "on a CPU experts become floats"),
+        ({"device": {"kind": "cpu"}}, "on a CPU linear.blocks keeps experts as they are stored"),
         ({"model": {"dtype": "float32"}}, "the kernel computes in bfloat16, not in float32"),
         ({"device": {"kind": "cuda", "tensor_parallel": 2}}, '2 ranks would cut groups .* model.experts="divided"'),
     ],

@@ -17,7 +17,7 @@ CHAOS = "server/extensions/chaos"  # simulates the features that it names
 # The folders that go with a feature: extensions of the server for its users, and features that build on it.
 EXTENSIONS = {
     "explain": ("server/extensions/explain",),
-    "handover": ("server/extensions/handover",),
+    "handover": ("server/extensions/handover", CHAOS),
     "host_tier": (CHAOS,),
     "itl_target": (CHAOS,),
     "kv_store": (CHAOS,),

@@ -10,7 +10,11 @@ import torch
 
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.gguf_families import FAMILIES
+from engine.kernels.blocks import StoredWeight, block_products
+from engine.layers.packing import Linears
 from engine.plugins.families import read_model
+from engine.plugins.hookspecs import LinearContext
+from engine.plugins.linear.blocks import callboard_linear
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import on_ranks
 from engine.types.errors import WeightsError
@@ -141,6 +145,13 @@ def test_gpt_oss_is_read_with_its_experts_in_blocks(kind: str, tmp_path: Path) -
     directory = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
     assert json.loads((directory / "config.json").read_text())["stored_formats"] == [kind]
     assert_equal(directory, reference)
+    if block_products() is None:
+        return
+    kernel = callboard_linear(LinearContext("cpu", "float32", "none", stored_formats=(kind,)))
+    model = load(read_model(directory), linears=Linears(kernel, kernel.head))
+    assert all(isinstance(one.packed, StoredWeight) for layer in model.layers for one in layer.mlp.linears)
+    expected = reference_logits(reference, PROMPT)
+    torch.testing.assert_close(Driver(model).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["deepseek-v2-even", "gpt-oss", "llama4-plain"])

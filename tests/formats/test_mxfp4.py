@@ -1,5 +1,6 @@
 """The MXFP4 reader gives transformers' numbers for gpt-oss as it is published, one expert at a time."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,13 +12,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GptOssForCausalLM, Mxfp4Config
 
+from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import ModelSpec
+from engine.formats.blocks import decode
 from engine.formats.mxfp4 import POSITIVE, decoded
 from engine.formats.opening import open_reader
+from engine.kernels.blocks import block_products
 from engine.layers.experts import Experts, Stack
+from engine.layers.packing import Linears
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
+from engine.plugins.hookspecs import LinearContext
+from engine.plugins.linear.blocks import callboard_linear
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import on_ranks
 from engine.types.errors import WeightsError
@@ -92,6 +99,59 @@ def test_ranks_read_their_parts(published: Path) -> None:
     expected = Driver(load(spec)).step({"a": PROMPT})["a"]
     for got in on_ranks(2, lambda comm: Driver(load(spec, comm=comm)).step({"a": PROMPT})["a"]):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(block_products() is None, reason="there is no C compiler, or no AVX2")
+def test_experts_stay_as_they_are_stored_on_a_cpu(published: Path, caplog: pytest.LogCaptureFixture) -> None:
+    answers, wanted = {}, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    for linear in ("auto", "panels"):
+        caplog.clear()
+        config = {"kv": {"num_pages": 64}, "plugins": {"linear": linear}, "model": {"tokenizer": "none"}}
+        with caplog.at_level(logging.INFO), LLM(str(published), progress=False, config=config) as llm:
+            answers[linear] = [one.token_ids for one in llm.generate([PROMPT, PROMPT[2:], [9]], wanted)]
+        kept = "stored as mxfp4 (float4) with a scale per 32 inputs, kept so" in caplog.text
+        assert kept == (linear == "auto")
+    assert answers["auto"] == answers["panels"]
+
+
+@pytest.mark.skipif(block_products() is None, reason="there is no C compiler, or no AVX2")
+@torch.inference_mode()
+def test_kept_experts_take_the_bytes_of_the_file(published: Path) -> None:
+    spec = read_model(published)
+    kernel = callboard_linear(LinearContext("cpu", "float32", "none", stored_formats=spec.stored_formats))
+    model, floats = load(spec, linears=Linears(kernel, kernel.head)), load(spec)
+    reader = open_reader(spec)
+    for number, (layer, plain) in enumerate(zip(model.layers, floats.layers, strict=True)):
+        assert isinstance(layer.mlp, Experts)
+        assert isinstance(plain.mlp, Experts)
+        stored = sum(reader.tensors[f"model.layers.{number}.mlp.{stack}"].num_bytes for stack in layer.mlp.shape.stacks)
+        assert stored <= sum(one.nbytes for one in layer.mlp.linears) <= stored * 1.4  # outputs fill panels of 64
+        x_TD = torch.randn(9, spec.shape.hidden_size)
+        torch.testing.assert_close(layer.mlp(x_TD, None), plain.mlp(x_TD, None), rtol=1e-4, atol=1e-5)
+    reader.close()
+
+
+def test_ranks_read_their_rows_in_blocks(published: Path) -> None:
+    reader = open_reader(read_model(published))
+    name = BLOCKS.removesuffix("_blocks")
+    for dim, start, length in ((0, 7, 20), (1, 0, 96), (1, 32, 64)):
+        rows = reader.rows(name, dim, start, length, 3)
+        assert rows is not None
+        assert rows.inputs == (length if dim else 96)
+        assert torch.equal(decode(rows.blocks, rows.format), reader.part(name, dim, start, length, 3))
+    assert reader.rows(name, 1, 48, 48, 3) is None
+    assert reader.rows("model.norm.weight", 0, 0, 64) is None
+    reader.close()
+
+
+def test_a_stack_of_floats_beside_others_in_four_bits_is_read(published: Path, tmp_path: Path) -> None:
+    def widen(tensors: dict[str, Tensor]) -> None:
+        stack = decoded(*(tensors.pop(name).flatten(0, 1) for name in (BLOCKS, SCALES)))
+        tensors[BLOCKS.removesuffix("_blocks")] = stack.unflatten(0, (5, -1)).mT.contiguous()
+
+    damaged_copy(published, tmp_path, widen)
+    of_both, of_codes = (Driver(load(read_model(one))).step({"a": PROMPT})["a"] for one in (tmp_path, published))
+    assert torch.equal(of_both, of_codes)
 
 
 def without_scales(tensors: dict[str, Tensor]) -> None:
@@ -180,5 +240,5 @@ def test_codes_are_loaded_as_they_are_stored(
 def test_a_stack_counts_with_its_stored_bytes(published: Path) -> None:
     reader = open_reader(read_model(published))
     stack = reader.tensors[BLOCKS.removesuffix("_blocks")]
-    assert stack.shape == (5, 96, 64)
+    assert stack.shape == (5, 64, 96)
     assert stack.num_bytes == 5 * 96 * 64 * 17 // 32

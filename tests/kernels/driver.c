@@ -13,10 +13,10 @@
 #include "cpu.h"
 
 enum { FLOATS, HALVES, UPPER_HALVES, PAIRS, BYTES, FINE_BYTES, KINDS };
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, HALF32, HALF64, HALF128, UPPER32, UPPER64, UPPER128, FORMATS };
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, HALF32, HALF64, HALF128, UPPER32, UPPER64, UPPER128, FORMATS };
 
-static const int64_t SIZES[FORMATS] = {32, 32, 32, 32, 32, 256, 256, 256, 32, 64, 128, 32, 64, 128};
-static const int64_t BLOCK_BYTES[FORMATS] = {18, 20, 22, 24, 34, 144, 176, 210, 19, 35, 67, 19, 35, 67};
+static const int64_t SIZES[FORMATS] = {32, 32, 32, 32, 32, 256, 256, 256, 32, 32, 64, 128, 32, 64, 128};
+static const int64_t BLOCK_BYTES[FORMATS] = {18, 20, 22, 24, 34, 144, 176, 210, 17, 19, 35, 67, 19, 35, 67};
 
 typedef struct {
     const char *panels;
@@ -119,6 +119,7 @@ static uint64_t check_blocks(int64_t format, int64_t parts, int64_t T, int64_t I
         uint16_t one = scale(format), other = scale(format);
         memcpy(format == Q6_K ? at + 208 : at, &one, 2);
         if (format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K) memcpy(at + 2, &other, 2);
+        if (format == MXFP4) at[0] = 125 + dice(4), at[1] = dice(256);
         if (format >= HALF32) at[2] = dice(17);
     }
     char *panels = aligned_alloc(64, blocks_bytes(format, O, I) + 63 & -64);

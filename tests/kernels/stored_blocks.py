@@ -17,7 +17,7 @@ SIZE = {one: 256 if one.name.endswith("_K") else 32 for one in Format} | {
 }
 BYTES = {
     Format.Q4_0: 18, Format.Q4_1: 20, Format.Q5_0: 22, Format.Q5_1: 24, Format.Q8_0: 34,
-    Format.Q4_K: 144, Format.Q5_K: 176, Format.Q6_K: 210, **{one: 3 + SIZE[one] // 2 for one in INT4},
+    Format.Q4_K: 144, Format.Q5_K: 176, Format.Q6_K: 210, Format.MXFP4: 17, **{one: 3 + SIZE[one] // 2 for one in INT4},
 }  # fmt: skip
 BITS = {one: 8 * BYTES[one] // SIZE[one] for one in Format}
 MINIMA = (Format.Q4_1, Format.Q5_1, Format.Q4_K, Format.Q5_K)  # their second 16 bits
@@ -30,6 +30,9 @@ def random_rows(dice: Random, kind: Format, outputs: int, inputs: int) -> Stored
     for place in [208] if kind == Format.Q6_K else [0, 2] if kind in MINIMA else [0]:
         scales = random.uniform(0.5, 2, blocks.shape[:2]) * random.choice((-1, 1), blocks.shape[:2])
         blocks[..., place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    if kind == Format.MXFP4:
+        blocks[..., 0] = random.integers(125, 130, blocks.shape[:2])
+        blocks[..., 1] = random.integers(0, 256, blocks.shape[:2])
     if kind in INT4:
         blocks[..., 2] = random.integers(0, 17, blocks.shape[:2])
     return StoredRows("random", kind.name, torch.from_numpy(blocks.reshape(outputs, -1)), inputs)

@@ -90,7 +90,7 @@ def test_a_row_has_the_same_bits_in_every_batch(functions: BlockProducts, kind: 
 
 def test_parts_of_a_weight_may_be_in_several_formats(functions: BlockProducts) -> None:
     dice = Random(4)
-    sizes = dict(zip(Format, (3, 64, 17, 8, 1, 40, 64, 5, 2, 9, 33, 64, 1, 7), strict=True))
+    sizes = dict(zip(Format, (3, 64, 17, 8, 1, 40, 64, 5, 19, 2, 9, 33, 64, 1, 7), strict=True))
     stored = [random_rows(dice, kind, outputs, 512) for kind, outputs in sizes.items()]
     weight = StoredWeight(functions, stored, Parts.EXACT)
     weight_OI = torch.cat([floats_of(one) for one in stored])

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.layers.comm import Comm
+from engine.layers.packing import Linears
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
@@ -45,7 +46,9 @@ class Cases:
         return self.made[variant]
 
 
-def load(spec: ModelSpec, dtype: torch.dtype = torch.float32, comm: Comm | None = None) -> Decoder:
+def load(
+    spec: ModelSpec, dtype: torch.dtype = torch.float32, comm: Comm | None = None, linears: Linears | None = None
+) -> Decoder:
     """The model, whole unless there are other ranks."""
     return load_model(
         spec,
@@ -54,7 +57,7 @@ def load(spec: ModelSpec, dtype: torch.dtype = torch.float32, comm: Comm | None 
         dtype,
         "safetensors",
         0,
-        linears=onednn_linears(dtype),
+        linears=linears or onednn_linears(dtype),
         progress=False,
     )
 

@@ -44,7 +44,7 @@ by `python -m tests.models.test_families`.
 
 - Mixtures of experts run on CPUs and on NVIDIA GPUs. On a GPU one kernel takes all experts of a layer, and
   `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. The
-  experts of gpt-oss are read in MXFP4, as they are published, and in floats. On a GPU those in MXFP4 stay in 4 bits
+  experts of gpt-oss are read in MXFP4, as they are published, and in floats. Those in MXFP4 stay in 4 bits, on CPUs too
   ([checkpoints.md](checkpoints.md#quantized-weights)).
 - With several ranks each has a part of every expert; `model.experts = "divided"` gives each some of the experts whole,
   which keeps products large. Every rank has every token's state, so nothing but the sum of what they computed is

@@ -23,6 +23,8 @@ from engine.plugins.observer.log import RequestAndPageLog, RequestLog
 from engine.plugins.proof.attention import check_case
 from engine.plugins.proof.attention_cases import AttentionCase
 from engine.plugins.proposer import suffix
+from engine.plugins.snapshots.ends import EndsAndBranches
+from engine.plugins.snapshots.kit import check_snapshot_policy
 from engine.plugins.testing.attention import through_hook
 from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.comm import check_comm
@@ -136,6 +138,11 @@ def test_thinking_budget(device: str) -> None:
 
 def test_files(tmp_path: Path) -> None:
     check_kv_store(lambda: FileStore(tmp_path, 1 << 20))
+
+
+def test_snapshots_at_ends() -> None:
+    check_snapshot_policy(EndsAndBranches)
+    check_snapshot_policy(lambda: EndsAndBranches(every=3))
 
 
 def test_local_comm() -> None:

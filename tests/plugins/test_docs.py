@@ -66,6 +66,7 @@ def test_the_page_shows_these_files() -> None:
         "squared",
         "arrows",
         "plans",
+        "quarters",
     )
     modules = {f"callboard_acme/{name}.py" for name in names}
     assert set(FILES) == {"pyproject.toml", "test_acme.py", *modules}

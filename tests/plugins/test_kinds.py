@@ -12,6 +12,7 @@ from engine.plugins.declaration import CONSTANT
 from engine.plugins.kinds import KINDS, Kind, chosen_plugins
 from engine.plugins.manager import BUILTIN
 from engine.settings.sections import PluginsSection
+from engine.types.errors import ConfigError
 
 NO_KINDS = {"options", "race_s"}  # the settings of [plugins] that name no plugin
 
@@ -44,7 +45,13 @@ def test_preferred_plugins_come_with_callboard() -> None:
 
 def test_what_a_configuration_chooses_has_no_kind_that_it_does_without() -> None:
     several = {kind.name for kind in KINDS.values() if kind.several and not kind.by_model}
-    one = {"attention", "linear", "eviction", "policy", "comm", "grammar"}
+    one = {"attention", "linear", "eviction", "policy", "comm", "grammar", "snapshots"}
     assert {*chosen_plugins(Config())} == one | several
     named = build_config(Config(), {"plugins": {"kv_store": "files", "proposer": "ngram"}})
     assert {*chosen_plugins(named)} == one | several | {"kv_store", "proposer"}
+
+
+@pytest.mark.parametrize("kind", ["comm", "eviction", "grammar", "policy", "snapshots"])
+def test_what_every_engine_needs_cannot_be_none(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"plugins\.{kind}='none': an engine needs one; expected 'auto', "):
+        chosen_plugins(build_config(Config(), {"plugins": {kind: "none"}}))

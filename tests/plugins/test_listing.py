@@ -55,7 +55,7 @@ def test_the_chosen_are_marked() -> None:
         config = build_config(Config(), {"plugins": plugins, "device": {"tensor_parallel": tensor_parallel}})
         return {name: row.chosen for name, row in rows(config).items() if row.chosen}
 
-    names = ("attention.torch", "comm.local", "eviction.lru", "grammar.llguidance", "policy.priority")
+    names = ("attention.torch", "comm.local", "eviction.lru", "grammar.llguidance", "policy.priority", "snapshots.ends")
     linears = ("linear.fbgemm_fp16", "linear.onednn", "linear.panels", "linear.torch")
     usual = dict.fromkeys(names, "yes") | dict.fromkeys(linears, "if fastest")
     assert chosen() == usual

@@ -87,3 +87,57 @@ def test_processed_ones_are_those_that_tokens_are_drawn_by(served: EngineServer)
 def test_what_cannot_be_given_is_refused(served: EngineServer, path: str, fields: dict[str, Any], param: str) -> None:
     reply = ask(served.port, "POST", path, {"model": "demo", param: NAMED, **fields})
     assert (reply.status, reply.error["param"]) == (400, param), reply.body
+
+
+def test_scores_of_labels_are_the_probabilities_of_tokens_after_a_query_and_an_item(served: EngineServer) -> None:
+    items = ["    return a", "    import numpy"]
+    asked = {"query": PROMPT, "items": items, "label_token_ids": [*NAMED, 5], "model": "default"}
+    told = post(served, "/v1/score", **asked).json
+    assert told["object"] == "scoring"
+    assert told["model"] == "demo"
+    assert told["usage"]["prompt_tokens"] > 0
+    expected = []
+    for item in items:
+        named = {"logprobs": 0, "logprob_token_ids": NAMED, "return_tokens_as_token_ids": True, "max_tokens": 1}
+        choice = post(served, "/v1/completions", prompt=PROMPT + item, **named).json["choices"][0]
+        (top,) = choice["logprobs"]["top_logprobs"]
+        expected.append([math.exp(top[f"token_id:{one}"]) for one in (*NAMED, 5)])
+    assert told["scores"] == [pytest.approx(values, rel=1e-4) for values in expected]
+    among = post(served, "/v1/score", **asked, apply_softmax=True).json["scores"]
+    assert among == [pytest.approx([one / sum(values) for one in values], rel=1e-4) for values in expected]
+
+    tokens = [post(served, "/tokenize", prompt=text).json["tokens"] for text in (PROMPT, items[0])]
+    turned = {"query": tokens[0], "items": tokens[1:], "label_token_ids": NAMED, "item_first": True}
+    (scores,) = post(served, "/v1/score", **turned).json["scores"]
+    whole = post(served, "/v1/score", query=[], items=[tokens[1] + tokens[0]], label_token_ids=NAMED).json["scores"]
+    assert [scores] == [pytest.approx(one, rel=1e-4) for one in whole]
+
+
+def test_a_name_that_stands_for_any_model_is_the_served_one(served: EngineServer) -> None:
+    for name in ("default", "default/not-specified"):
+        assert post(served, "/v1/completions", model=name, prompt=PROMPT).status == 200
+    assert post(served, "/v1/completions", model="Default", prompt=PROMPT).status == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"label_token_ids": []}, "label_token_ids"),
+        ({"label_token_ids": [1 << 20]}, "label_token_ids"),
+        ({"label_token_ids": list(range(129))}, "label_token_ids"),
+        ({"items": []}, "items"),
+        ({"items": [[1]]}, "items"),
+        ({"items": ["a"] * 257}, "items"),
+        ({"items": [""], "query": ""}, "items"),
+        ({"query": None}, "query"),
+        ({"items": None}, "items"),
+        ({"model": "another"}, "model"),
+        ({"label_token_ids": None}, "model"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+    ],
+)
+def test_labels_that_cannot_be_scored_are_refused_by_name(
+    served: EngineServer, fields: dict[str, Any], param: str
+) -> None:
+    reply = post(served, "/v1/score", **{"query": PROMPT, "items": ["a"], "label_token_ids": NAMED, **fields})
+    assert (reply.status, reply.json["error"]["param"]) == (404 if "model" in fields else 400, param), reply.body

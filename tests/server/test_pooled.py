@@ -15,6 +15,7 @@ from tests.server.engine_server import EngineServer
 from tests.server.http_client import Reply, ask
 
 QUERY, DOCUMENTS = "add two numbers", ["def add(a, b):", "import numpy", "return a + b"]
+INFINITY = "/infinity"
 CONVERSATION = [{"role": "user", "content": "Add two numbers."}]
 
 
@@ -260,7 +261,7 @@ def test_models_say_what_they_are_for(embedder: EngineServer, classifier: Engine
         ("/pooling", {"input": "x", "task": "token_embed", "pooling": "mean"}, "pooling"),
         ("/pooling", {"input": "x", "task": "token_embed", "dimensions": 65}, "dimensions"),
         ("/score", {"text_1": "x"}, "text_1"),
-        ("/score", {"query": "x", "items": ["y"]}, "items"),
+        ("/score", {"query": ["x"], "items": ["y"]}, "query[0]"),
         ("/score", {"query": "x", "items": ["y"], "label_token_ids": [1, 2]}, "label_token_ids"),
         ("/score", {"text_1": ["x", "y"], "text_2": ["x"] * 3}, "text_2"),
         ("/score", {"queries": ["x", "y"], "items": []}, "items"),
@@ -323,3 +324,54 @@ def test_vectors_as_coheres_and_teis_clients_ask_for_them(embedder: EngineServer
     assert not np.allclose(np.linalg.norm(raw, axis=1), 1.0)
     assert refused(embedder, "/v2/embed", texts=[long], truncate="NONE")["param"] == "texts"
     assert refused(embedder, "/v2/embed", texts=["a"], input_type="image")["param"] == "input_type"
+
+
+def test_infinitys_clients_find_vectors_in_any_size_under_a_path_of_their_own(embedder: EngineServer) -> None:
+    asked = {"input": DOCUMENTS, "model": "default/not-specified", "modality": "text", "encoding_format": "float"}
+    theirs = post(embedder, f"{INFINITY}/embeddings", **asked, dimensions=0)
+    ours = post(embedder, "/v1/embeddings", input=DOCUMENTS)
+    assert (theirs["object"], theirs["model"], theirs["usage"]) == ("list", "m", ours["usage"])
+    for one, other in zip(theirs["data"], ours["data"], strict=True):
+        assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-5)
+    cut = post(embedder, f"{INFINITY}/embeddings", input=QUERY, output_dimension=8)["data"][0]["embedding"]
+    small = post(embedder, "/v1/embeddings", input=QUERY, dimensions=8)["data"][0]["embedding"]
+    assert cut == pytest.approx(small, abs=1e-5)
+    assert refused(embedder, f"{INFINITY}/embeddings", input="x", modality="image")["param"] == "modality"
+
+
+def test_infinitys_clients_get_documents_as_texts_and_only_if_they_ask(reranker: EngineServer) -> None:
+    asked = {"query": QUERY, "documents": DOCUMENTS, "model": "m"}
+    ours = post(reranker, "/v1/rerank", **asked)
+    theirs = post(reranker, f"{INFINITY}/rerank", **asked, return_documents=True, top_n=2)
+    assert theirs["object"] == "rerank"
+    assert theirs["usage"] == ours["usage"]
+    for one, other in zip(theirs["results"], ours["results"][:2], strict=True):
+        assert (one["index"], one["document"]) == (other["index"], other["document"]["text"])
+        assert one["relevance_score"] == pytest.approx(other["relevance_score"], abs=1e-5)
+    plain = post(reranker, f"{INFINITY}/rerank", **asked, raw_scores=True)["results"]
+    assert "document" not in plain[0]
+    raw = post(reranker, "/v1/rerank", **asked, use_activation=False)["results"]
+    scores = [[one["relevance_score"] for one in found] for found in (plain, raw)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert refused(reranker, f"{INFINITY}/rerank", query=QUERY, texts=DOCUMENTS)["param"] == "texts"
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_infinitys_clients_get_every_label_of_each_text(classifier: EngineServer, raw: bool) -> None:
+    theirs = post(classifier, f"{INFINITY}/classify", input=DOCUMENTS, model="default/not-specified", raw_scores=raw)
+    assert theirs["object"] == "classify"
+    assert theirs["usage"]["prompt_tokens"] > 0
+    ours = post(classifier, "/predict", inputs=[[one] for one in DOCUMENTS], raw_scores=raw)
+    for one, other in zip(theirs["data"], ours, strict=True):
+        assert [label["label"] for label in one] == [label["label"] for label in other]
+        assert [label["score"] for label in one] == pytest.approx([label["score"] for label in other], abs=1e-5)
+
+
+def test_a_query_and_items_are_a_pair_to_a_model_that_scores_them(reranker: EngineServer) -> None:
+    pairs = post(reranker, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
+    theirs = post(reranker, "/v1/score", query=QUERY, items=DOCUMENTS)["data"]
+    assert [one["score"] for one in theirs] == pytest.approx([one["score"] for one in pairs], abs=1e-5)
+    error = refused(reranker, "/v1/score", query=QUERY, items=DOCUMENTS, label_token_ids=[1, 2])
+    assert error["param"] == "label_token_ids"
+    assert "this is a reranking" in error["message"]
+    assert refused(reranker, "/v1/score", query=[1], items=[[2]])["param"] == "query"

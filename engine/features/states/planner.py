@@ -24,17 +24,16 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from engine.features.states.messages import NAME, StateCopies
-from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
 from engine.features.states.slots import Copy, SnapshotSlots, num_for_rows, num_on_host, num_snapshots
 from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.plugins.features import FeatureContext
+from engine.plugins.snapshots.policy import PromptPages, SnapshotPolicy, snapshot_policy
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Rows, Sequence
 from engine.scheduling.step_builder import Columns, InFlight, StepBuilder
 
-POLICY: SnapshotPolicy = EndsAndBranches()
 COPIES: Final = "states.copies"
 MOST_AGAIN: Final = 4  # right tokens of a row that a step computes again beside proposed ones
 
@@ -87,7 +86,7 @@ class StatesPlanner(PlannerFeature):
         """Give a row the state behind its cached pages, and plan the copies of its prompt."""
         assert self._starting is not None, f"row {sequence.row} starts, and its prefix is not known"
         (handle, key), self._starting = self._starting, None
-        found = Found(
+        found = PromptPages(
             num_pages=len(key) // self._tree.page_bytes,
             num_of_prompt=(sequence.num_prompt - 1) // self._page_size,
             num_cached=self._tree.num_pages_of(key, Namespace(sequence.cache_salt, sequence.weights)),
@@ -261,14 +260,18 @@ class StatesPlanner(PlannerFeature):
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
-    """Return the builder of the feature; None for a model without states."""
-    return partial(_new_feature, num_for_rows(context.config)) if context.state_bytes else None
+    """Return the builder of the feature; None for a model without states.  Raises PluginError."""
+    if not context.state_bytes:
+        return None
+    assert context.plugins is not None, "a model with states needs the plugin that places snapshots"
+    policy = snapshot_policy(context.plugins, context.config.kv.page_size)
+    return partial(_new_feature, policy, num_for_rows(context.config))
 
 
-def _new_feature(num_for_rows: int, parts: PlannerParts) -> StatesPlanner:
+def _new_feature(policy: SnapshotPolicy, num_for_rows: int, parts: PlannerParts) -> StatesPlanner:
     limits = parts.limits
     num_slots, num_host = num_snapshots(limits.num_pages, num_for_rows), num_on_host(limits.num_host_pages)
-    return StatesPlanner(parts, policy=POLICY, num_slots=num_slots, num_host=num_host)
+    return StatesPlanner(parts, policy=policy, num_slots=num_slots, num_host=num_host)
 
 
 def _column(copies: list[Copy]) -> bytes:

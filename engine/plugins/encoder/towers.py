@@ -30,13 +30,14 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 OF_TEXT = re.compile(r"language_model|text_model|lm_head")
 PIXELS = ("pixel_values", "pixel_values_videos")
 ON_DEVICE = (*PIXELS, "pixel_attention_mask", "image_position_ids", "video_position_ids")
-# The dimension of tiles that do not depend on each other.  On a CPU they are computed one by one: the numbers of a tile
-# stay in its caches, and memory is used again, which for all of them would be new to each operation.
+# The dimension of tiles that do not depend on each other.  On a CPU large ones are computed one by one: the numbers of
+# a tile stay in its caches, and memory is used again, which for all of them would be new to each operation.
 TILES = {
     "Idefics3ForConditionalGeneration": 1,
     "InternVLForConditionalGeneration": 0,
     "SmolVLMForConditionalGeneration": 1,
 }
+MOST_TILE_PIXELS = 1 << 18  # of the tiles that are computed at once
 SMALL_VOCABULARY = 64  # of the language model that is built without layers, and dropped
 # from_pretrained replaces methods of transformers' classes for all threads while it loads, and puts back what it found.
 # Two loads at once, of ranks that are threads, would leave a replacement in place.
@@ -119,8 +120,11 @@ class TransformersTower:
         if self._tiles is None:
             yield inputs
             return
-        for number in range(inputs["pixel_values"].shape[self._tiles]):
-            yield {name: one.narrow(self._tiles, number, 1) for name, one in inputs.items()}
+        *_, height, width = shape = inputs["pixel_values"].shape
+        at_once = max(1, MOST_TILE_PIXELS // (height * width))
+        for first in range(0, shape[self._tiles], at_once):
+            count = min(at_once, shape[self._tiles] - first)
+            yield {name: one.narrow(self._tiles, first, count) for name, one in inputs.items()}
 
 
 def _joined(rows: Any) -> Tensor:

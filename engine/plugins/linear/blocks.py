@@ -1,4 +1,4 @@
-"""Products by callboard's own C with weights of 4 to 8 bits, as GGUF files, AWQ, GPTQ and compressed-tensors have them.
+"""Products by callboard's own C with weights of 4 to 8 bits, as GGUF files, AWQ, GPTQ and others have them.
 
 Legend: T rows of the input · I input features · O output features
 A weight takes the file's number of bytes, also while it is loaded.  With ``model.quantization = "none"`` the input is
@@ -26,14 +26,14 @@ CALLBOARD_PLUGIN = {
     "devices": ["cpu"],
     "dtypes": ["float32"],
     "quantizations": ["none", "int8"],
-    "stored_formats": ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "int4"],
+    "stored_formats": ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "int4"],
     "instruction_sets": ["avx2", "neon"],
     "invariant": True,
 }
 # Of an element, with its scales.
 BYTES = {
     "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 0.6875, "Q5_1": 0.75, "Q8_0": 1.0625,
-    "Q4_K": 0.579, "Q5_K": 0.704, "Q6_K": 0.821, "int4": 0.594,
+    "Q4_K": 0.579, "Q5_K": 0.704, "Q6_K": 0.821, "MXFP4": 0.532, "int4": 0.594,
 }  # fmt: skip
 
 
@@ -66,11 +66,14 @@ class StoredBlocks:
         """Return the weight in blocks, or as floats if a part of it is not in blocks.  Raises WeightsError."""
         whole = self.keeps(weight_OI)
         parts = self._taken.pop(weight_OI)
-        if whole:
-            return self._blocks([rows for _, rows in parts])
-        for first, rows in parts:
-            floats_OI = self._blocks([rows]).rows(torch.arange(len(rows.blocks)))
-            weight_OI[first : first + len(floats_OI)] = floats_OI
+        stored, steps = [rows for _, rows in parts], {part_OI.stride(0) // weight_OI.shape[1] for part_OI, _ in parts}
+        if whole and steps == {1}:
+            return self._blocks(stored)
+        if whole and steps == {len(parts)} and len({one.format for one in stored}) == 1:
+            turns = torch.stack([one.blocks for one in stored], 1).flatten(0, 1)
+            return self._blocks([replace(stored[0], blocks=turns)])
+        for part_OI, rows in parts:
+            part_OI.copy_(self._blocks([rows]).rows(torch.arange(len(rows.blocks))))
         return self._plain.pack(weight_OI)
 
     @property

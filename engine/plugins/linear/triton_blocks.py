@@ -69,8 +69,8 @@ class KeptBlocks:
         parts = self._taken.pop(weight_OI)
         if whole and len({(rows.format, rows.inputs) for _, rows in parts}) == 1:
             return self._new([rows for _, rows in parts], weight_OI.device)
-        for first, rows in parts:
-            weight_OI[first : first + len(rows.blocks)] = self._new([rows], weight_OI.device).floats(weight_OI.dtype)
+        for part_OI, rows in parts:
+            part_OI.copy_(self._new([rows], weight_OI.device).floats(weight_OI.dtype))
         return None
 
 

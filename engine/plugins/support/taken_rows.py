@@ -14,24 +14,24 @@ class TakenRows:
     """Rows that kernels of one model have taken, by the storage of their weight and their place in it."""
 
     def __init__(self) -> None:
-        self._rows: defaultdict[int, dict[int, StoredRows]] = defaultdict(dict)
+        self._rows: defaultdict[int, dict[int, tuple[Tensor, StoredRows]]] = defaultdict(dict)
 
     def add(self, target: Tensor, rows: StoredRows) -> None:
         """Add the rows of a part of a weight."""
-        self._rows[target.untyped_storage().data_ptr()][int(target.storage_offset())] = rows
+        self._rows[target.untyped_storage().data_ptr()][int(target.storage_offset())] = target, rows
 
     def all_of(self, weight_OI: Tensor) -> bool:
         """Return whether no row of the weight is missing."""
-        return sum(len(rows.blocks) for rows in self._within(weight_OI).values()) == len(weight_OI)
+        return sum(len(rows.blocks) for _, rows in self._within(weight_OI).values()) == len(weight_OI)
 
-    def pop(self, weight_OI: Tensor) -> list[tuple[int, StoredRows]]:
-        """Return (first row, rows) of each part of the weight, in order, and forget them."""
-        parts, begin = self._within(weight_OI), int(weight_OI.storage_offset())
+    def pop(self, weight_OI: Tensor) -> list[tuple[Tensor, StoredRows]]:
+        """Return (part of the weight, its rows) in the order of their first rows, and forget them."""
+        parts = self._within(weight_OI)
         for offset in parts:
             del self._rows[weight_OI.untyped_storage().data_ptr()][offset]
-        return [((offset - begin) // weight_OI.shape[1], parts[offset]) for offset in sorted(parts)]
+        return [parts[offset] for offset in sorted(parts)]
 
-    def _within(self, weight_OI: Tensor) -> dict[int, StoredRows]:
+    def _within(self, weight_OI: Tensor) -> dict[int, tuple[Tensor, StoredRows]]:
         """Return the rows of the weight by their offset: weights of several experts share one storage."""
         begin = int(weight_OI.storage_offset())
         rows = self._rows.get(weight_OI.untyped_storage().data_ptr(), {})

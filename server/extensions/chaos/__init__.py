@@ -1,1 +1,1 @@
-NEEDS = ("replicas",)
+NEEDS = ("journal", "replicas")

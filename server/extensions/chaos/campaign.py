@@ -71,11 +71,11 @@ def numbers(first: int, stride: int, num_runs: int, ends_at: float) -> Iterator[
         number += stride
 
 
-def work(first: int, stride: int, num_runs: int, minutes: float) -> None:
+def work(first: int, stride: int, num_runs: int, minutes: float, only: str = "") -> None:
     """Be one process of a campaign: print a line of JSON for each run, and end behind the first that fails."""
     ends_at = float("inf") if num_runs else time.monotonic() + 60 * minutes
     for number in numbers(first, stride, num_runs, ends_at):
-        kind, seed = kind_of(number)
+        kind, seed = kind_of(number, only)
         run = kind.play(seed)
         sys.stdout.buffer.write(msgspec.json.encode(run) + b"\n")
         sys.stdout.buffer.flush()
@@ -83,8 +83,10 @@ def work(first: int, stride: int, num_runs: int, minutes: float) -> None:
             return
 
 
-def campaign(first: int, num_runs: int, minutes: float, jobs: int, on_run: Callable[[RunReport], None]) -> Campaign:
-    """Run from the numbered run on, on so many processes; ends early at a failure."""
+def campaign(
+    first: int, num_runs: int, minutes: float, jobs: int, on_run: Callable[[RunReport], None], only: str = ""
+) -> Campaign:
+    """Run from the numbered run on, on so many processes; ends early at a failure.  only: see ``kind_of``."""
     result, adding, began = Campaign(), Lock(), time.monotonic()
     decoder = msgspec.json.Decoder(RunReport)
     workers: list[subprocess.Popen[bytes]] = []
@@ -108,6 +110,7 @@ def campaign(first: int, num_runs: int, minutes: float, jobs: int, on_run: Calla
             continue
         command = [sys.executable, "-m", "callboard", "chaos", "--seed", str(first + index), "--lines", str(jobs)]
         command += ["--runs", str(share)] if num_runs else ["--minutes", str(minutes)]
+        command += ["--kind", only] if only else []
         workers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
     readers = [Thread(target=read, args=(worker,)) for worker in workers]
     for reader in readers:

@@ -12,7 +12,8 @@ What it decides, of each run:
 - every request that was taken ends exactly once, or its client has left, and nothing follows its end;
 - its tokens are those of the model, all of them if it ends by itself, and a beginning if something ended it;
 - what ended it early is among the faults of the run;
-- free, cached, private and deferred pages make up each pool whenever they are counted, and no page is held at the end.
+- free, cached, private and deferred pages make up each pool whenever they are counted, and no page is held at the end;
+- whatever else an owner counts as held, such as lent pages and bytes on their way, is given back at the end.
 """
 
 import json
@@ -31,6 +32,7 @@ CAUSES = {
     "shutting_down": {"DrainEngine"},
     "replica_lost": {"Kill", "Rack", "Cut", "Restart"},
     "router_lost": {"Router"},
+    "stream_not_found": {"Late", "Unsynced", "FullAtEnd"},
 }
 WRONG_ASKED = {"context_length_exceeded", "invalid_value", "invalid_request"}
 
@@ -106,6 +108,7 @@ class Checker:
         self._faults: set[str] = set()
         self._wrong_at: dict[int, int] = {}
         self._pages: dict[str, tuple[int, int]] = {}
+        self._held: dict[str, list[int]] = {}
         self._is_over = self._is_dead = False
 
     def read(self, lines: Iterable[str]) -> None:
@@ -183,6 +186,10 @@ class Checker:
         self._pages[event.get("pool", "")] = counts[2], counts[3]
         self.num_pages_counted += 1
 
+    def on_held(self, event: dict[str, Any]) -> None:
+        """Keep what an owner holds beside pages."""
+        self._held[event["owner"]] = event["counts"]
+
     def on_over(self, event: dict[str, Any]) -> None:
         """Keep that the run came to rest."""
         self._is_over = True
@@ -195,9 +202,12 @@ class Checker:
         missing = sorted(set(self._asked) - self._ended - self._left)
         if missing:
             raise Broken(f"requests {missing[:8]} have no end")
-        held = {pool: counts for pool, counts in self._pages.items() if any(counts)}
-        if held and not self._is_dead:
-            raise Broken(f"at rest, pages private to a row and deferred are {held}")
+        private = {pool: counts for pool, counts in self._pages.items() if any(counts)}
+        if private and not self._is_dead:
+            raise Broken(f"at rest, pages private to a row and deferred are {private}")
+        held = {owner: counts for owner, counts in self._held.items() if any(counts)}
+        if held:
+            raise Broken(f"at rest, these hold something: {held}")
 
     def _expected(self, number: int) -> list[int]:
         asked, longest = self._asked[number], self._head["longest"]

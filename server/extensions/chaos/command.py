@@ -25,7 +25,7 @@ def chaos(parsed: Namespace, config: Config) -> None:
 
     console = Console(stderr=bool(parsed.json))
     if parsed.lines is not None:
-        campaign.work(parsed.seed, parsed.lines, parsed.runs, parsed.minutes)
+        campaign.work(parsed.seed, parsed.lines, parsed.runs, parsed.minutes, parsed.kind)
     elif parsed.mutants:
         _list_bugs(parsed.json)
     elif parsed.mutant is not None:
@@ -58,7 +58,7 @@ def _many(parsed: Namespace, console: Console) -> int:
             done = progress.tasks[0].completed + 1 if parsed.runs else min(total, time.monotonic() - began)
             progress.update(task, completed=done, description=f"{hours:.2f} simulated hours")
 
-        result = campaign(parsed.seed, parsed.runs, parsed.minutes, jobs, on_run)
+        result = campaign(parsed.seed, parsed.runs, parsed.minutes, jobs, on_run, parsed.kind)
     if parsed.json:
         print(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
         return int(bool(result.failures))
@@ -77,7 +77,7 @@ def _many(parsed: Namespace, console: Console) -> int:
         console.print("the checker has read every log: every promise was kept", style="green")
         return 0
     failed = min(result.failures, key=lambda run: run.seed)
-    _show_failure(console, failed)
+    _show_failure(console, failed, f" --kind {parsed.kind}" if parsed.kind else "")
     return 1
 
 
@@ -95,7 +95,7 @@ def _one(parsed: Namespace, console: Console) -> int:
     from server.extensions.chaos.ledger import Ledger
     from server.extensions.chaos.worlds import kind_of
 
-    kind, seed = kind_of(parsed.only)
+    kind, seed = kind_of(parsed.only, parsed.kind)
     kept = [int(one) for one in parsed.operations.split(",")] if parsed.operations else None
     ledger = Ledger()
     run = kind.play(seed, kept, parsed.order, ledger)
@@ -124,7 +124,7 @@ def _one(parsed: Namespace, console: Console) -> int:
     return int(bool(run.found_by))
 
 
-def _show_failure(console: Console, failed: "object") -> None:
+def _show_failure(console: Console, failed: "object", kind: str) -> None:
     from server.extensions.chaos.campaign import shrunk
     from server.extensions.chaos.worlds import RunReport
 
@@ -140,8 +140,8 @@ def _show_failure(console: Console, failed: "object") -> None:
     if small.run.why:
         console.print(f"  then {small.run.why}", markup=False, highlight=False, soft_wrap=True)
     order = f" --order {small.order}" if small.order else ""
-    operations = ",".join(map(str, small.kept))
-    console.print(f"replay: callboard chaos --only {failed.seed} --operations {operations}{order}", soft_wrap=True)
+    operations = f" --operations {','.join(map(str, small.kept))}"
+    console.print(f"replay: callboard chaos{kind} --only {failed.seed}{operations}{order}", soft_wrap=True)
 
 
 # ---- planted bugs -------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def _hunt(parsed: Namespace, console: Console) -> int:
     bugs = all_bugs()
     if parsed.mutant != "all" and parsed.mutant not in bugs:
         raise ConfigError(f"--mutant {parsed.mutant}: there is no such bug; callboard chaos --mutants lists them")
-    chosen = list(bugs.values()) if parsed.mutant == "all" else [bugs[parsed.mutant]]
+    chosen = [bug for bug in bugs.values() if parsed.mutant in (bug.name, "all") and parsed.kind in (bug.kind, "")]
     rows = []
     for bug in chosen:
         rows.append(_hunted(bug, console, limit_s=20.0 if len(chosen) == 1 else 8.0, is_alone=len(chosen) == 1))

@@ -12,10 +12,14 @@ import msgspec
 from server.extensions.chaos.checker import check
 from server.extensions.chaos.fleet import scenes as fleet
 from server.extensions.chaos.ledger import Ledger
+from server.extensions.chaos.rejoin import plan
+from server.extensions.chaos.rejoin import scene as rejoin
 from server.extensions.chaos.sim import dice, recovery
 from server.extensions.chaos.sim.run import MARKS, cpu_limit
 from server.extensions.chaos.sim.scenario import Cancel, Jump, Submit, describe
 from server.extensions.chaos.sim.world import World
+from server.extensions.chaos.split import world as split
+from server.extensions.chaos.split.setup import SplitSetup, draw_ops
 
 
 class RunReport(msgspec.Struct, frozen=True):
@@ -115,6 +119,41 @@ class FleetRuns:
         return report(self.name, seed, scene.virtual_s, ledger, scene.faults, scene.marks, scene.failure)
 
 
+class RejoinRuns:
+    """Journaled streams: clients that come back to them, a server that is killed, or loses power, or a full disk."""
+
+    name, about = "rejoin", "streams with a journal: clients that come back, kills, losses of power, a full disk"
+
+    def operations(self, seed: int) -> dict[int, str]:
+        return {number: str(op) for number, op in plan.draw(seed).ops.items()}
+
+    def play(self, seed: int, kept: list[int] | None = None, order: int = 0, ledger: Ledger | None = None) -> RunReport:
+        ledger = ledger or Ledger()
+        with cpu_limit():
+            scene = rejoin.play(plan.draw(seed), kept, order, ledger)
+        return report(self.name, seed, scene.loop.time(), ledger, scene.faults, dict(scene.marks), scene.failure)
+
+
+class SplitRuns:
+    """Engines that compute prompts and engines that answer them, with the hand-over of pages between them."""
+
+    name, about = (
+        "split",
+        "prefill and decode engines that hand pages over, die, are drained; a network that loses",
+    )
+
+    def operations(self, seed: int) -> dict[int, str]:
+        return {number: str(op) for number, op in draw_ops(SplitSetup.draw(seed)).items()}
+
+    def play(self, seed: int, kept: list[int] | None = None, order: int = 0, ledger: Ledger | None = None) -> RunReport:
+        ledger = ledger or Ledger()
+        with cpu_limit():
+            world, error = split.play(seed, kept, order, ledger)
+        faults = Counter(op.kind for op in world.ops.values() if op.kind not in ("Ask", "Leave"))
+        failure = None if error is None else (type(error).__name__, str(error))
+        return report(self.name, seed, world.time, ledger, faults, dict(world.marks), failure)
+
+
 KINDS: dict[str, RunKind] = {
     one.name: one
     for one in (
@@ -122,14 +161,26 @@ KINDS: dict[str, RunKind] = {
         EngineRuns("states", "the same for models with recurrent states", dice.WITH_STATES),
         WorkerRuns(),
         FleetRuns(),
+        SplitRuns(),
+        RejoinRuns(),
     )
 }
-ROTA = ("engine", "fleet", "engine", "states", "workers")  # the kinds of one seed after the other
+# The kinds of one seed after the other.
+ROTA = (
+    "engine",
+    "fleet",
+    "split",
+    "states",
+    "engine",
+    "workers",
+    "rejoin",
+    "split",
+)
 
 
-def kind_of(number: int) -> tuple[RunKind, int]:
-    """Return the kind of a run by its number, and the run's seed in that kind."""
-    return KINDS[ROTA[number % len(ROTA)]], number
+def kind_of(number: int, only: str = "") -> tuple[RunKind, int]:
+    """Return the kind of a run by its number, and the run's seed in that kind.  only: the kind of all runs."""
+    return KINDS[only or ROTA[number % len(ROTA)]], number
 
 
 def report(

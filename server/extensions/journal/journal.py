@@ -77,10 +77,17 @@ class Journal:
     """Open the journal, and read what was written before at once: ``entries`` has it, by number, in the order of their
     arrival.
 
-    forgotten: called with an entry that makes room for others, which may not have ended.  is_failing: nothing can be
-    written just now."""
+    segments: opens the files of the folder.  forgotten: called with an entry that makes room for others, which may not
+    have ended.  is_failing: nothing can be written just now."""
 
-    def __init__(self, folder: Path, *, fsync: Fsync, most_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fsync: Fsync,
+        most_bytes: int,
+        segments: Callable[[Path], JournalSegments] = JournalSegments,
+    ) -> None:
         """Raises ConfigError for a folder that cannot be written to, or that another process has."""
         self.entries: dict[int, Entry] = {}
         self.forgotten: Callable[[Entry], None] = lambda entry: None
@@ -103,7 +110,7 @@ class Journal:
         self._moving_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._homes: dict[int, dict[int, Entry]] = {}
-        self._segments = JournalSegments(folder)
+        self._segments = segments(folder)
         try:
             self._recover()
             self._segments.begin()

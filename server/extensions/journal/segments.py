@@ -56,6 +56,7 @@ class JournalSegments:
         self._folder = folder
         self._file: AppendedFile | None = None
         self._left: list[AppendedFile] = []  # files that were written to and may not be synced
+        self._found: list[int] = []  # those of an earlier process, which may have ended before it synced them
         self._is_new = False  # a file's name may not be synced
         self._lock = -1
         try:
@@ -64,6 +65,7 @@ class JournalSegments:
             self._take_lock()
             self.sizes = dict(sorted((int(one.path.stem), one.num_bytes) for one in own_files(folder, NAMED)))
             self._last = max(self.sizes, default=0)
+            self._found = list(self.sizes)
         except (OSError, ConfigError) as error:
             self.close()
             if isinstance(error, ConfigError):
@@ -149,7 +151,7 @@ class JournalSegments:
 
         It waits, and raises OSError."""
         assert self._file is not None, "no file was begun"
-        files = [os.dup(file.descriptor) for file in (*self._left, self._file)]
+        files = [os.dup(file.descriptor) for file in (*self._left, self._file)] + self._open_found()
         self._close_left()
         folder, self._is_new = self._folder if self._is_new else None, False
 
@@ -179,6 +181,11 @@ class JournalSegments:
             os.close(self._lock)
             self._lock = -1
         self._close_left()
+
+    def _open_found(self) -> list[int]:
+        """Open the files of an earlier process, once: clients get what they have from now on."""
+        found, self._found = self._found, []
+        return [os.open(self._path(number), os.O_RDONLY) for number in found if number in self.sizes]
 
     def _close_left(self) -> None:
         while self._left:

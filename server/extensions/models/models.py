@@ -15,6 +15,7 @@ from engine.actors.admission import RETRY_LATER_S
 from engine.host.timeouts import is_set_within
 from engine.types.errors import CallboardError, RequestError
 from server.extensions.models.model import ModelReplica
+from server.model_card import ANY_MODEL
 from server.proxy.replica import Replica, State
 
 log = logging.getLogger(__name__)
@@ -47,10 +48,12 @@ class Models:
             one.changed, one.bring = self._changed.set, self._bringing(one)
 
     def find(self, name: str | None) -> ModelReplica:
-        """The model that is called so, or the first if none is named.  Raises RequestError (404)."""
+        """The model that is called so, or the first if none is meant.  Raises RequestError (404)."""
         for one in self.all:
             if name in (None, one.name):
                 return one
+        if name in ANY_MODEL:
+            return self.all[0]
         names = ", ".join(f"'{one.name}'" for one in self.all)
         raise RequestError(
             f"the model '{str(name)[:100]}' does not exist; this server has {names}",

@@ -66,7 +66,7 @@ class Classify(PooledEndpoint[ClassifyBody]):
         name = super().rename(field, body)
         return "text" if name == "input" and body.text is not None else name
 
-    def answer(self, name: str, body: ClassifyBody, outputs: list[bytes], usage: PooledUsage) -> ClassificationList:
+    def answer(self, name: str, body: ClassifyBody, outputs: list[bytes], usage: PooledUsage) -> object:
         requests = self.translator.requests
         data = []
         for index, one in enumerate(outputs):

@@ -8,6 +8,8 @@ from server.extensions.pooling.classify import Classify
 from server.extensions.pooling.cohere import CohereEmbed
 from server.extensions.pooling.embeddings import Embeddings
 from server.extensions.pooling.encode import SglangEncode
+from server.extensions.pooling.infinity import InfinityClassify, InfinityEmbeddings, InfinityRerank
+from server.extensions.pooling.labels import ScoreLabels
 from server.extensions.pooling.nim import NimRanking
 from server.extensions.pooling.pairs import Rerank, ScorePairs
 from server.extensions.pooling.predict import TeiPredict
@@ -21,7 +23,7 @@ class PoolingExtension(Extension):
 
     endpoints = (
         Embeddings, CohereEmbed, TeiEmbed, SglangEncode, Classify, TeiPredict, ScorePairs, Rerank, NimRanking,
-        RawPooling,
+        InfinityEmbeddings, InfinityRerank, InfinityClassify, RawPooling, ScoreLabels,
     )  # fmt: skip
     first_requests: ClassVar[Mapping[Kind, FirstRequest]] = dict.fromkeys(
         ("embed", "classify"), (RawPooling.operation.path, {"input": "def fibonacci(n):"})

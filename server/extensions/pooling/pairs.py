@@ -14,23 +14,34 @@ from engine.types.errors import FieldError
 from server.extensions.pooling.requests import PooledEndpoint, PooledFields, PooledUsage
 from server.generate.generation import Generation
 from server.http.operation import generating
+from server.openai.requests import TokenId
 
 # What vLLM calls the two sides; the first two names are those of errors.
-NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+NAMES = (
+    ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("query", "items")
+)  # fmt: skip
 Texts = str | list[str]
+TokenIds = list[TokenId]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 
 
 class ScoreBody(PooledFields, frozen=True, kw_only=True):
-    """One text or as many as there are to compare; the pairs of names mean the same."""
+    """One text or as many as there are to compare; the pairs of names mean the same.
+
+    label_token_ids: of models that generate, the tokens that may come after a query and an item.  Then scores are
+    their probabilities; with apply_softmax among themselves.  item_first: the item goes before the query."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
-    items: Texts | None = None
+    query: str | TokenIds | None = None
+    items: str | list[str | TokenIds] | None = None
     data_1: Texts | None = None
     data_2: Texts | None = None
+    label_token_ids: TokenIds | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -66,14 +77,21 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     score: float
 
 
-class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
     """One entry per pair, in order."""
 
     id: str
-    object: Literal["list"] = "list"
     created: int
     model: str
     data: list[Score]
+    usage: PooledUsage
+
+
+class LabelScores(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="scoring"):
+    """The scores of the labels for each item, in their order."""
+
+    scores: list[list[float]]
+    model: str
     usage: PooledUsage
 
 
@@ -106,7 +124,7 @@ class ScorePairs(PooledEndpoint[ScoreBody]):
     """POST /v1/score."""
 
     operation = generating(
-        "/v1/score", "How well texts fit another.", also=("/score",), answer=ScoreList, body=ScoreBody
+        "/v1/score", "How well texts fit another.", also=("/score",), answer=ScoreList | LabelScores, body=ScoreBody
     )
     body_type = ScoreBody
     task: ClassVar[str] = "score"
@@ -114,6 +132,9 @@ class ScorePairs(PooledEndpoint[ScoreBody]):
     id_prefix = "score-"
 
     def translate(self, body: ScoreBody) -> Generation:
+        for name in ("label_token_ids", "apply_softmax", "item_first"):
+            if getattr(body, name):
+                raise FieldError(name, f"only for models that generate, and this is {self.translator.card.use}")
         requests = self.translator.requests
         return self.translator.generation(body, requests.pairs(*_sides(body)), requests.params(), _names(body)[1])
 
@@ -159,23 +180,31 @@ class Rerank(PooledEndpoint[RerankBody]):
             return field
         return "documents" if body.texts is None else "texts"
 
-    def answer(
-        self, name: str, body: RerankBody, outputs: list[bytes], usage: PooledUsage
-    ) -> Ranking | list[RankedText]:
+    def answer(self, name: str, body: RerankBody, outputs: list[bytes], usage: PooledUsage) -> object:
+        ranked = self.ranked(body, outputs)
+        if body.texts is not None:
+            shown = bool(body.return_text)
+            return [
+                RankedText(index=index, text=text if shown else UNSET, score=score) for index, text, score in ranked
+            ]
+        results = [
+            Ranked(
+                index=index,
+                document=Document(text) if body.return_documents is not False else UNSET,
+                relevance_score=score,
+            )
+            for index, text, score in ranked
+        ]
+        return Ranking(id=name, model=self.translator.card.name, usage=usage, results=results)
+
+    def ranked(self, body: RerankBody, outputs: list[bytes]) -> list[tuple[int, str, float]]:
+        """Returns (number, document, score), the best first."""
         if body.raw_scores:
             body = msgspec.structs.replace(body, use_activation=False)
         scores, documents = _scores(self.translator.requests, body, outputs, 1), _documents(body)
-        results, most = [], body.top_k if body.top_n is None else body.top_n
+        most = body.top_k if body.top_n is None else body.top_n
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: most or None]
-        if body.texts is not None:
-            return [
-                RankedText(index=one, text=documents[one] if body.return_text else UNSET, score=scores[one])
-                for one in order
-            ]
-        for index in order:
-            document = Document(documents[index]) if body.return_documents is not False else UNSET
-            results.append(Ranked(index=index, document=document, relevance_score=scores[index]))
-        return Ranking(id=name, model=self.translator.card.name, usage=usage, results=results)
+        return [(index, documents[index], scores[index]) for index in order]
 
 
 def _scores(
@@ -198,8 +227,12 @@ def _names(body: ScoreBody) -> tuple[str, str]:
 
 
 def _sides(body: ScoreBody) -> tuple[list[str], list[str]]:
-    first, second = (getattr(body, name) for name in _names(body))
-    return ([first] if isinstance(first, str) else first), ([second] if isinstance(second, str) else second)
+    names = _names(body)
+    first, second = ([one] if isinstance(one := getattr(body, name), str) else one for name in names)
+    for name, texts in zip(names, (first, second), strict=True):
+        if not all(isinstance(one, str) for one in texts):
+            raise FieldError(name, "token ids; expected texts")
+    return first, second
 
 
 def _documents(body: RerankBody) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from engine.features.pooling.requests import LONGEST
+from engine.features.pooling.requests import LONGEST, PooledRequests
 from server.extensions.pooling.requests import MAX_INPUTS, PooledEndpoint, PooledFields, PooledUsage, numbers
 from server.generate.generation import Generation
 from server.http.operation import generating
@@ -65,12 +65,15 @@ class TeiPredict(PooledEndpoint[PredictBody]):
     ) -> list[Prediction] | list[list[Prediction]]:
         requests = self.translator.requests
         activated = body.activated and not body.raw_scores
-        found = []
-        for one in outputs:
-            scores = numbers(requests.result(one, activated=activated))
-            named = [Prediction(*both) for both in zip(scores, requests.pooling.labels, strict=True)]
-            found.append(sorted(named, key=lambda entry: -entry.score))
+        found = [predictions(requests, one, activated=activated) for one in outputs]
         return found if _is_batch(body) else found[0]
+
+
+def predictions(requests: PooledRequests, output: bytes, *, activated: bool) -> list[Prediction]:
+    """Returns the labels of one output with their scores, the likeliest first."""
+    scores = numbers(requests.result(output, activated=activated))
+    named = [Prediction(*both) for both in zip(scores, requests.pooling.labels, strict=True)]
+    return sorted(named, key=lambda entry: -entry.score)
 
 
 def _is_batch(body: PredictBody) -> bool:

@@ -14,3 +14,5 @@ def add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--fleet", metavar="NAME", help=fleet)
     share = "with --fleet: other routers of it may listen on the same port, such as one for each core"
     serve.add_argument("--share-port", action="store_true", help=share)
+    own = "with --share-port: a port where this router alone answers too, such as /metrics for Prometheus"
+    serve.add_argument("--own-port", type=count, metavar="PORT", help=own)

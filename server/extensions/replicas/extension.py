@@ -39,6 +39,8 @@ class ReplicasExtension(Extension):
     def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
         if parsed.share_port and parsed.fleet is None:
             raise ConfigError("--share-port is for routers of one fleet; name it with --fleet")
+        if parsed.own_port is not None and not parsed.share_port:
+            raise ConfigError("--own-port is for a router that shares its port; set --share-port too, or server.port")
         if parsed.replicas is None and parsed.on is None and parsed.fleet is None:
             return None
         from server.extensions.replicas.ray_fleet import serve_on_ray
@@ -48,8 +50,8 @@ class ReplicasExtension(Extension):
         if parsed.replicas is None:
             given = f"--on {parsed.on}" if parsed.fleet is None else f"--fleet {parsed.fleet}"
             raise ConfigError(f"{given} runs replicas; --replicas N says how many")
-        size, fleet, shares_port = parsed.replicas, parsed.fleet, parsed.share_port
-        return Serving(lambda: serve_on_ray(config, size, fleet, shares_port=shares_port), "replicas", (config,))
+        ports = {"shares_port": parsed.share_port, "own_port": parsed.own_port}
+        return Serving(lambda: serve_on_ray(config, parsed.replicas, parsed.fleet, **ports), "replicas", (config,))
 
 
 EXTENSION = ReplicasExtension()

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -36,18 +37,23 @@ STOP_TIMEOUT_S = 30.0
 LOOK_EVERY_S = 0.1
 
 
-def serve_on_ray(config: Config, size: int, name: str | None = None, *, shares_port: bool = False) -> None:
+def serve_on_ray(
+    config: Config, size: int, name: str | None = None, *, shares_port: bool = False, own_port: int | None = None
+) -> None:
     """Serve until stopped, as the router of so many replicas.  name: of those that it shares.  Raises ConfigError.
 
-    shares_port: with other routers."""
+    shares_port: with other routers.  own_port: where this router alone answers too."""
     read_keys(config.server)
     if config.placement.ingress == "process":
         raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
-    with bind(config.server.host, config.server.port, is_shared=shares_port) as listener:
+    with ExitStack() as stack:
+        listener = stack.enter_context(bind(config.server.host, config.server.port, is_shared=shares_port))
+        own = () if own_port is None else (stack.enter_context(bind(config.server.host, own_port)),)
         fleet = RayFleet(config, size) if name is None else SharedFleet(config, size, name)
         where = url_of(listener, config.server.scheme)
-        print(f"router of {size} replicas at {where}; GET /replicas says how they are", flush=True)
-        uvloop.run(route(config, fleet, listener))
+        alone = "".join(f", alone at {url_of(one, config.server.scheme)}" for one in own)
+        print(f"router of {size} replicas at {where}{alone}; GET /replicas says how they are", flush=True)
+        uvloop.run(route(config, fleet, listener, more=own))
 
 
 def host_of_replica(server: ServerSection, host: str) -> str:

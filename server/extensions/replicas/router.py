@@ -162,13 +162,16 @@ async def route(
     listener: socket.socket,
     new_replicas: type[Replicas] = Replicas,
     new_proxy: type[Proxy] = Proxy,
+    more: tuple[socket.socket, ...] = (),
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then the replicas are drained and end, unless other routers use them."""
+    """Serve until SIGTERM or SIGINT; then the replicas are drained and end, unless other routers use them.
+
+    more: where it listens besides."""
     stop_requested = listen_for_signals(
         partial(log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
     )
     with closing(fleet):
-        async with routing(config, fleet, listener, new_replicas, new_proxy) as replicas:
+        async with routing(config, fleet, listener, new_replicas, new_proxy, more) as replicas:
             await stop_requested.wait()
             replicas.is_leaving = True
             log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
@@ -187,8 +190,9 @@ async def routing(
     listener: socket.socket,
     new_replicas: type[Replicas] = Replicas,
     new_proxy: type[Proxy] = Proxy,
+    more: tuple[socket.socket, ...] = (),
 ) -> AsyncIterator[Replicas]:
-    """Let the router listen for as long as the context lasts; gives the replicas."""
+    """Let the router listen for as long as the context lasts; gives the replicas.  more: see ``route``."""
     server = config.server
     async with new_session(fleet.headers) as session, AsyncExitStack() as stack:
         affinity = PrefixAffinity()
@@ -198,7 +202,7 @@ async def routing(
         app = _application(server, replicas, session, proxy)
         runner = HttpRunner(app, server, Traffic())
         stack.push_async_callback(runner.cleanup)
-        await runner.listen(listener)
+        await runner.listen(listener, *more)
         for replica in replicas.all:
             stack.callback(asyncio.create_task(replicas.watch(replica)).cancel)
             stack.callback(asyncio.create_task(replicas.follow(replica)).cancel)

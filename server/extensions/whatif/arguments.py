@@ -28,8 +28,8 @@ examples:
   callboard whatif trace.jsonl --set scheduler.max_running=16 --plot out.png --json > out.json
 
 What can be asked is what the scheduler decides by: kv.num_pages, page_size and num_host_pages, most of [scheduler],
-plugins.policy, eviction and their options, most of [limits].  What changes how long a step takes (a backend, a dtype,
-threads) has to be measured: callboard bench.
+plugins.policy, eviction, snapshots and their options, most of [limits].  What changes how long a step takes (backend,
+dtype, threads) has to be measured: callboard bench.
 The time to the first token counts from when the scheduler has the prompt's tokens, as in /metrics; what HTTP and the
 tokenizer add is the same for all.
 """

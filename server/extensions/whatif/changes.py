@@ -13,16 +13,17 @@ from engine.features.traffic.recorder import RELEVANT
 from engine.features.traffic.trace import TraceHead
 from engine.plugins.deciders import plugin_policy, plugin_strategy
 from engine.plugins.features import FeatureContext, planner_features
-from engine.plugins.kinds import named
+from engine.plugins.kinds import KINDS, PROPOSER, named
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
 from engine.types.errors import ConfigError
 
+PLANNING = tuple(kind.name for kind in KINDS.values() if kind.decides and kind.name != PROPOSER)
 ASKABLE = {
     "kv": ("num_pages", "page_size", "num_host_pages"),
     "scheduler": ("max_running", "max_step_tokens", "prefill_chunk", "itl_target_ms", "overlap_depth"),
-    "plugins": ("policy", "eviction", "options"),
+    "plugins": (*PLANNING, "options"),
     "limits": (
         "max_requests", "max_queued_tokens", "max_requests_per_client", "first_token_timeout_s", "request_timeout_s",
     ),
@@ -42,9 +43,9 @@ class Case:
     def planner(self, clock: Callable[[], float]) -> Planner:
         """The one that such a server has."""
         plugins = self.config.plugins
-        chosen = Plugins({kind: named(plugins, kind) for kind in ("eviction", "policy")}, plugins.options)
+        chosen = Plugins({kind: named(plugins, kind) for kind in PLANNING}, plugins.options)
         strategy = plugin_strategy(chosen, self.config, self.limits.num_pages)
-        features = planner_features(FeatureContext(self.config, None, 0, self.limits.state_bytes))
+        features = planner_features(FeatureContext(self.config, None, 0, self.limits.state_bytes, plugins=chosen))
         return Planner(self.limits, strategy, plugin_policy(chosen, self.config), clock, features=features)
 
 

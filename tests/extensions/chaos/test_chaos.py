@@ -7,6 +7,7 @@ import pytest
 
 from engine.scheduling.pages import PageManager
 from server.cli import main
+from server.extensions.chaos import arguments
 from server.extensions.chaos.bugs import ISSUES, Bug, all_bugs
 from server.extensions.chaos.campaign import hunt, shrunk
 from server.extensions.chaos.checker import main as check_file
@@ -17,6 +18,10 @@ from tests.features.recording.driver import Driver
 
 BUGS = all_bugs()
 FLEET_BUGS = [bug for bug in BUGS.values() if bug.kind == "fleet"]
+
+
+def test_the_kinds_that_can_be_chosen_are_those_that_there_are() -> None:
+    assert set(arguments.KINDS) == set(KINDS) == set(ROTA)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,6 +35,11 @@ def test_a_seed_is_a_run() -> None:
     for number in range(len(ROTA)):
         kind, seed = kind_of(number)
         assert kind.play(seed) == kind.play(seed)
+
+
+def test_the_crash_of_an_actor_explains_that_a_request_ends() -> None:
+    run = KINDS["engine"].play(7043, [68, 71])
+    assert (run.faults, run.num_ended, run.found_by) == ({"Crash": 1}, 1, "")
 
 
 def test_each_issue_belongs_to_a_bug_and_there_are_many() -> None:

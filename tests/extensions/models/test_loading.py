@@ -59,7 +59,7 @@ async def test_first_requests_at_once_load_a_model_once() -> None:
 
 async def test_a_name_chooses_the_model_and_the_first_is_the_default() -> None:
     async with loading() as (models, fakes):
-        assert (models.find("b"), models.find(None)) == (fakes["b"], fakes["a"])
+        assert (models.find("b"), models.find(None), models.find("default")) == (fakes["b"], fakes["a"], fakes["a"])
         with pytest.raises(RequestError, match="'d' does not exist; this server has 'a', 'b', 'c'") as found:
             models.find("d")
         assert (found.value.status, found.value.code) == (404, "model_not_found")

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from types import SimpleNamespace
 
 import aiohttp
@@ -528,3 +528,25 @@ async def test_a_router_goes_on_watching_when_a_cluster_cannot_be_asked() -> Non
         fleet.replicas[0].url = ""
         fleet.running.add(0)
         await one.until(lambda: replica.state is State.READY)
+
+
+async def test_routers_that_share_a_port_answer_alone_at_their_own() -> None:
+    async with AsyncExitStack() as stack:
+        shared = [stack.enter_context(bind("127.0.0.1", 0, is_shared=True))]
+        port = shared[0].getsockname()[1]
+        shared.append(stack.enter_context(bind("127.0.0.1", port, is_shared=True)))
+        fleet, clients = FakeFleet(2), []
+        for listener in shared:
+            own = stack.enter_context(bind("127.0.0.1", 0))
+            replicas = await stack.enter_async_context(routing(Config(), fleet, listener, more=(own,)))
+            url = f"http://127.0.0.1:{own.getsockname()[1]}"
+            client = await stack.enter_async_context(aiohttp.ClientSession(url, headers=as_operator()))
+            clients.append(client)
+            one = Routed(fleet, replicas, client)
+            await one.until(lambda: all(replica.state is State.READY for replica in one.replicas.all))  # noqa: B023
+        for _ in range(3):
+            assert (await one.complete())[0] == 200
+        counts = [(await (await client.get("/replicas")).json())["requests"] for client in clients]
+        assert counts == [0, 3]
+        for fake in fleet.replicas:
+            await fake.stop()

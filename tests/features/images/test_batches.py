@@ -14,7 +14,9 @@ from torch import Tensor
 
 from engine.features.images.messages import EncodePicture, PictureEncoded, PictureFile
 from engine.features.images.rank import MOST_IN_BATCH, ImagesRank
+from engine.plugins.encoder import towers
 from engine.plugins.encoder.encoder import ToEncode, encode_each
+from engine.plugins.encoder.towers import TILES
 from engine.plugins.encoder.transformers import TransformersEncoder
 from engine.types.errors import RequestError
 from tests.features.images import made
@@ -126,6 +128,33 @@ def test_rows_of_a_batch_are_those_of_each_picture(name: str, folder: Path) -> N
         assert torch.allclose(rows_LND, alone_LND, atol=1e-4, rtol=1e-4)
     found = encode_each(tower, [*given, ToEncode(b"no picture", "", 4)])
     assert [isinstance(one, Tensor) for one in found] == [True] * len(given) + [False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smolvlm", "idefics3", "internvl"])
+def test_small_tiles_are_encoded_at_once_and_large_ones_alone(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint(name, folder)
+    config = json.loads((directory / "config.json").read_text())
+    encoder, dimension = TransformersEncoder(directory, config), TILES[config["architectures"][0]]
+    tower: Any = encoder.tower("cpu", "float32")
+    counts: list[int] = []
+    compute = tower.__dict__["_model"].get_image_features
+
+    def features(**inputs: Any) -> Any:
+        counts.append(inputs["pixel_values"].shape[dimension])
+        return compute(**inputs)
+
+    monkeypatch.setattr(tower.__dict__["_model"], "get_image_features", features)
+    data, way = made.picture(90, 60), encoder.layout(90, 60, "auto").way
+    together_LND = tower.encode(data, way)
+    (num_tiles,) = counts
+    assert num_tiles > 2
+    monkeypatch.setattr(towers, "MOST_TILE_PIXELS", 1)
+    alone_LND = tower.encode(data, way)
+    assert counts[1:] == [1] * num_tiles
+    assert torch.allclose(together_LND, alone_LND, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from benchmarks.agent_traffic import head, traffic
 from engine.features.sessions.leases import Leases
 from engine.features.sessions.planner import NAME, SessionsPlanner, session_part, ttl_of
 from engine.features.traffic.sizes import StepSize
+from engine.features.traffic.trace import DIGEST_BYTES
 from engine.messages import Admit
 from engine.plugins.eviction.lease import LeaseOptions, leased
 from engine.scheduling.feature import PlannerParts
@@ -58,6 +59,17 @@ def replayed(strategy: str, num_pages: int) -> Replayed:
 def found(result: Replayed) -> float:
     agents = [one for one in result.ended if one.client.startswith("agents")]
     return sum(one.cached_tokens for one in agents) / sum(one.num_prompt_tokens for one in agents)
+
+
+def test_prompts_that_come_once_have_no_block_in_common() -> None:
+    requests = traffic(0, num_sessions=1, per_minute=4.0, singles_per_minute=30.0)
+    blocks = [
+        one.blocks[at : at + DIGEST_BYTES]
+        for one in requests
+        if one.client == "others"
+        for at in range(0, len(one.blocks), DIGEST_BYTES)
+    ]
+    assert len(set(blocks)) == len(blocks) > 1000
 
 
 @pytest.mark.slow

@@ -15,8 +15,7 @@ from engine.features.kv_store.records import PageRecords
 from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.messages import Proposals
 from engine.features.speculation.payoff import Payoff
-from engine.features.states import planner, rank, slots
-from engine.features.states.policy import EndsAndBranches
+from engine.features.states import rank, slots
 from engine.features.states.rank import StatesRank
 from engine.messages import Step
 from engine.plugins.proposer.ngram import NgramProposer
@@ -29,7 +28,6 @@ OUTPUT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
 STEM = random_tokens(37, seed=9)
 PROMPTS = [STEM + random_tokens(length, seed) for seed, length in enumerate((3, 20, 11, 30))]
-NOTHING_KEPT = EndsAndBranches(keeps_prompts=False, keeps_turns=False, keeps_branches=False)
 
 
 @pytest.fixture(scope="module", params=["lfm2", pytest.param("qwen3-5", marks=pytest.mark.slow)])
@@ -43,12 +41,9 @@ def engine(checkpoint: Path, **sections: dict[str, Any]) -> LLM:
     return LLM(checkpoint, progress=False, config=sections)
 
 
-@contextmanager
-def without_snapshots(checkpoint: Path, **sections: dict[str, Any]) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "POLICY", NOTHING_KEPT)
-        with engine(checkpoint, **sections) as llm:
-            yield llm
+def without_snapshots(checkpoint: Path, **sections: dict[str, Any]) -> LLM:
+    sections["plugins"] = {"options": {"snapshots.ends": {"prompts": False, "turns": False, "branches": False}}}
+    return engine(checkpoint, **sections)
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:

@@ -11,10 +11,12 @@ from engine.features.speculation.messages import NAME as SPECULATION
 from engine.features.speculation.payoff import Payoff
 from engine.features.states.messages import copies_of
 from engine.features.states.planner import MOST_AGAIN, StatesPlanner, planner_feature
-from engine.features.states.policy import EndsAndBranches
 from engine.features.states.slots import PAGES_PER_SLOT, SnapshotSlots
 from engine.messages import Step
 from engine.plugins.features import FeatureContext
+from engine.plugins.manager import Plugins
+from engine.plugins.snapshots.ends import EndsAndBranches
+from engine.plugins.snapshots.kind import SNAPSHOTS
 from server.extensions.chaos.sim.liars import Everything, Liar
 from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of, segments
 from tests.scheduling.fake_device import VOCAB, expected_output, next_token
@@ -189,7 +191,8 @@ def test_steps_that_verify_look_at_no_more_snapshots_if_there_are_more(monkeypat
 @pytest.mark.parametrize(("proposer", "num_slots"), [("none", 4 + 1), ("ngram", 2 * 4 + 1)])
 def test_states_that_are_set_aside_take_no_slot_from_snapshots(proposer: str, num_slots: int) -> None:
     config = build_config(Config(), {"scheduler": {"max_running": 4}, "plugins": {"proposer": proposer}})
-    feature = planner_feature(FeatureContext(config, None, VOCAB, state_bytes=1))
+    plugins = Plugins({SNAPSHOTS: "ends"})
+    feature = planner_feature(FeatureContext(config, None, VOCAB, state_bytes=1, plugins=plugins))
     assert feature is not None
     bench = Bench(features=[feature], page_size=PAGE, num_pages=PAGES_PER_SLOT, max_running=4)
     (states,) = (one for one in bench.planner.features.all if isinstance(one, StatesPlanner))

@@ -76,7 +76,7 @@ def draw(seed: int) -> FleetPlan:
     """Draw the run of a seed."""
     rng = random.Random(seed * 2 + 1)
     num_replicas, num_routers = rng.choice((2, 3, 4, 6)), rng.choice((1, 1, 2, 3))
-    setup = _setup(rng, seed)
+    setup = small_setup(rng, seed)
     ops: list[FleetOp] = []
     stems = [tuple(rng.randrange(VOCAB) for _ in range(rng.choice((16, 60, 120)))) for _ in range(3)]
     at = 1.0
@@ -96,7 +96,8 @@ def draw(seed: int) -> FleetPlan:
     return FleetPlan(seed, num_replicas, num_routers, setup, {number: ops[number] for number in order})
 
 
-def _setup(rng: random.Random, seed: int) -> SimSetup:
+def small_setup(rng: random.Random, seed: int) -> SimSetup:
+    """Draw the sizes of a small engine without tiers, adapters and speculation."""
     page_size = rng.choice((4, 16))
     return SimSetup(
         page_size=page_size,

@@ -132,7 +132,7 @@ class SimClient:
     def _note_event(self, event: Any) -> None:
         """Keep what the engine hands to the stream, read or not."""
         if not isinstance(event, Delta):
-            self._note("end", request=self.number, why=getattr(event, "code", "") or type(event).__name__)
+            self._note("end", request=self.number, why=getattr(event, "code", "engine_died"))
             return
         if event.token_ids:
             tokens = np.frombuffer(event.token_ids, dtype=np.int32).tolist()

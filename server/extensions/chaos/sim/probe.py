@@ -22,7 +22,6 @@ from engine.features.quarantine.suspects import Quarantine
 from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.features.states.planner import StatesPlanner
-from engine.features.states.policy import EndsAndBranches
 from engine.features.states.tree import StateTree
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.node import Handle, Namespace, Node
@@ -38,6 +37,7 @@ from engine.plugins.policy.fair import FairOptions, FairShare
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.plugins.snapshots.ends import EndsAndBranches
 from engine.scheduling.feature import PlannerParts
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
@@ -283,10 +283,7 @@ class Probe:
     @property
     def page_counts(self) -> tuple[int, int, int, int]:
         """Pages: free, in the tree, private to a row, deferred.  They must make up the pool."""
-        page_manager, rows = self._page_manager, self._rows
-        private = sum(int(rows.num_pages[row]) - handle.num_pages for row, handle in page_manager._handles.items())
-        deferred = sum(len(pages) for _, pages in page_manager._deferred)
-        return self._allocator.num_free, self._tree.num_cached, private, deferred
+        return page_counts(self.planner)
 
     @property
     def num_pages(self) -> int:
@@ -396,3 +393,11 @@ def cause_of_death(supervisor: Supervisor) -> BaseException | None:
 def num_in_house(ingress: Ingress) -> int:
     """Requests that ingress counts: open ones, and cancelled ones of which the engine has not let go."""
     return len(ingress._open) + len(ingress._leaving)
+
+
+def page_counts(planner: Planner) -> tuple[int, int, int, int]:
+    """Return the pages of a planner: free, in the tree, private to a row, deferred."""
+    pages, rows = planner.pages, planner.table
+    private = sum(int(rows.num_pages[row]) - handle.num_pages for row, handle in pages._handles.items())
+    deferred = sum(len(some) for _, some in pages._deferred)
+    return pages.allocator.num_free, pages.tree.num_cached, private, deferred

@@ -84,7 +84,7 @@ class _Observers:
         pass
 
 
-class _Planners:
+class FixedPlanners:
     """The source of the scheduler's planners, whose settings stay."""
 
     def __init__(self, overlap_depth: int, build: Callable[[int], Planner]) -> None:
@@ -128,7 +128,7 @@ class World:
             ledger.begin(self.loop.time)
         self.engine = assemble(
             scenario,
-            source=_Planners(self.setup.overlap, self._new_planner),
+            source=FixedPlanners(self.setup.overlap, self._new_planner),
             observers=_Observers(self.checks),
             nan_tokens=self.nan_tokens,
             breaks=self.breaks,

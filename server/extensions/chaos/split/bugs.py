@@ -1,6 +1,6 @@
-"""Planted bugs in hand-overs: each must be found by their simulation.
+"""Planted bugs of hand-overs between engines: each must be found by the simulation of split engines.
 
-Owns: the bugs.  Does not know: how they are found.  See ``mutants.py``.
+Owns: the bugs.  Does not know: how they are found.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 import engine.features.handover.borrower as borrower_module
-import engine.features.handover.planner as planner_module
 from engine.features.handover.borrower import BorrowedPages, Borrower
 from engine.features.handover.lender import Lender, Loan
 from engine.features.handover.messages import (
@@ -22,6 +21,7 @@ from engine.features.handover.messages import (
     PageGroup,
     ReleasePages,
     Returned,
+    order_message,
 )
 from engine.features.handover.planner import HandoverPlanner
 from engine.features.handover.states import Borrowing, Lending
@@ -294,7 +294,7 @@ def pages_of_another_prompt_are_lent(match: Method) -> Method:
         loan = self._loans.get(claim.name)
         if others and loan is not None and others[0].node is not None:
             pages = self._tree.pages(others[0])[: loan.handle.num_pages]
-            self._requested[-1] = planner_module.order_message(0, Lend(name=claim.name, pages=pages.tobytes()))
+            self._requested[-1] = order_message(0, Lend(name=claim.name, pages=pages.tobytes()))
 
     return mutant
 

@@ -1,0 +1,120 @@
+"""Planted bugs of the journal and its streams: each must be found by the simulation of streams that are rejoined.
+
+Owns: the bugs.  Does not know: how they are found.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from server.extensions.chaos.rejoin.disk import SimSegments
+from server.extensions.chaos.sim.mutants import Mutant
+from server.extensions.journal.events import NumberedEvents
+from server.extensions.journal.journal import Journal
+from server.extensions.journal.records import Accepted, Record
+from server.extensions.journal.run import Reader, Run
+from server.extensions.journal.streams import Streams
+
+Method = Callable[..., Any]
+
+
+def clients_learn_what_is_not_synced_yet(sync: Method) -> Method:
+    async def mutant(self: Journal, told: list[tuple[Any, bytes, Callable[[], object]]]) -> None:
+        for _, _, then in told:
+            then()
+        await sync(self, [])
+
+    return mutant
+
+
+def what_an_earlier_process_wrote_is_not_synced(_: Method) -> Method:
+    return lambda self: []
+
+
+def what_came_while_the_disk_was_full_is_not_written_later(_: Method) -> Method:
+    def mutant(self: Journal) -> None:
+        self._timer, self._is_writable, self.is_failing = None, True, False
+
+    return mutant
+
+
+def records_count_wherever_they_stand(take: Method) -> Method:
+    def mutant(self: Journal, raw: bytes, record: Record, segment: int) -> None:
+        known = self.entries.get(record.number)
+        if known is not None and not isinstance(record, Accepted):
+            record = msgspec.structs.replace(record, at=len(known.records))
+        take(self, raw, record, segment)
+
+    return mutant
+
+
+def a_stream_that_goes_on_begins_anew(open_choices: Method) -> Method:
+    async def mutant(self: Run) -> Any:
+        self._told.clear()
+        return await open_choices(self)
+
+    return mutant
+
+
+def what_ran_is_not_started_again(_: Method) -> Method:
+    async def mutant(self: Streams, runs: list[Run]) -> None:
+        pass
+
+    return mutant
+
+
+def what_ran_is_not_read_again(_: Method) -> Method:
+    async def mutant(self: Streams) -> list[Run]:
+        return []
+
+    return mutant
+
+
+def the_last_event_is_sent_again(begin: Method) -> Method:
+    def mutant(self: NumberedEvents, request: Any, *, num_known: int, **more: Any) -> None:
+        begin(self, request, num_known=max(0, num_known - 1), **more)
+
+    return mutant
+
+
+def an_event_is_skipped_behind_the_last_one(begin: Method) -> Method:
+    def mutant(self: NumberedEvents, request: Any, *, num_known: int, **more: Any) -> None:
+        begin(self, request, num_known=num_known + (num_known > 0), **more)
+
+    return mutant
+
+
+def a_reader_that_comes_back_misses_what_came_meanwhile(begin: Method) -> Method:
+    def mutant(self: Reader, run: Run) -> None:
+        begin(self, run)
+        self.num_read = run.num_written
+
+    return mutant
+
+
+def a_stream_ends_soon_after_its_client_has_gone(begin: Method) -> Method:
+    def mutant(self: Streams, *given: Any, rejoin_s: float, **more: Any) -> None:
+        begin(self, *given, rejoin_s=rejoin_s / 100, **more)
+
+    return mutant
+
+
+def a_stream_is_kept_for_ever(_: Method) -> Method:
+    return lambda self, run: None
+
+
+MUTANTS: dict[Mutant, tuple[Any, str]] = {
+    clients_learn_what_is_not_synced_yet: (Journal, "_sync"),
+    what_an_earlier_process_wrote_is_not_synced: (SimSegments, "_open_found"),
+    what_came_while_the_disk_was_full_is_not_written_later: (Journal, "_mend"),
+    records_count_wherever_they_stand: (Journal, "_take"),
+    a_stream_that_goes_on_begins_anew: (Run, "_open"),
+    what_ran_is_not_started_again: (Streams, "_resume"),
+    what_ran_is_not_read_again: (Streams, "_recover"),
+    the_last_event_is_sent_again: (NumberedEvents, "__init__"),
+    an_event_is_skipped_behind_the_last_one: (NumberedEvents, "__init__"),
+    a_reader_that_comes_back_misses_what_came_meanwhile: (Reader, "__init__"),
+    a_stream_ends_soon_after_its_client_has_gone: (Streams, "__init__"),
+    a_stream_is_kept_for_ever: (Streams, "_expire"),
+}
