@@ -125,14 +125,15 @@ typedef struct {
 
 /* Computes the tokens of a row for ``columns`` vectors of a head's columns.  rule: whether a value is added less what
    the matrix gives for its key; if it is 2, each number of a key has a decay.  Each pass over the matrix changes it by a
-   token, and reads it for the next one. */
+   token, and reads it for the next one.  Sums are spelt out: copies of this function for chunks and for single tokens
+   would round them differently. */
 INLINE void advance(const int columns, const int rule, const Terms *is, const Head *head) {
     V known[COLUMNS], found[COLUMNS], added[COLUMNS];
     int64_t K = is->K, step = head->m_step;
     for (int c = 0; c < columns; c++) known[c] = all(0);
     for (int64_t i = 0; i < K && rule; i++) {
         V key = all(rule == 2 ? head->k[i] * head->decays[i] : head->k[i]);
-        for (int c = 0; c < columns; c++) known[c] += key * load(head->m + i * step + c * W);
+        for (int c = 0; c < columns; c++) known[c] = fused(key, load(head->m + i * step + c * W), known[c]);
     }
     for (int64_t t = 0; t < head->tokens; t++) {
         const float *q = head->q + t * is->C, *k = head->k + t * is->C, *v = head->v + t * is->C;
@@ -142,7 +143,7 @@ INLINE void advance(const int columns, const int rule, const Terms *is, const He
         V decay = all(gates[0]), factor = all(gates[1]);
         for (int c = 0; c < columns; c++) {
             V value = some(v + c * W, head->count - c * W);
-            added[c] = (rule == 2 ? value - known[c] : rule ? value - decay * known[c] : value) * factor;
+            added[c] = (rule == 2 ? value - known[c] : rule ? fused(-decay, known[c], value) : value) * factor;
             found[c] = known[c] = all(0);
         }
         for (int64_t i = 0; i < K; i++) {
@@ -152,13 +153,13 @@ INLINE void advance(const int columns, const int rule, const Terms *is, const He
                 float *at = head->m + i * step + c * W;
                 V cell = fused(key, added[c], load(at) * kept);
                 store(at, cell);
-                found[c] += query * cell;
-                if (rule) known[c] += later * cell;
+                found[c] = fused(query, cell, found[c]);
+                if (rule) known[c] = fused(later, cell, known[c]);
             }
         }
         for (int c = 0; c < columns; c++) {
             V value = some(v + c * W, head->count - c * W);
-            put(head->o + t * is->H * is->U + c * W, found[c] + head->skip * value, head->count - c * W);
+            put(head->o + t * is->H * is->U + c * W, fused(all(head->skip), value, found[c]), head->count - c * W);
         }
     }
 }
