@@ -55,7 +55,7 @@ static int take_one(Team *is, int64_t thread) {
 }
 
 static void lead(Team *is, const Loop *loop) {
-    uint64_t number = ((is->state >> 32) + 1) << 32;
+    uint64_t number = ((read(is->state) >> 32) + 1) << 32;
     write(is->state, number | CLOSED);
     write(is->run, loop->run);
     write(is->of, loop->of);
