@@ -35,7 +35,7 @@ from engine.messages import RULED_OUT
 from engine.sampling.captured import CapturedSampler, SamplingColumns
 from engine.sampling.constraints import Masks
 from engine.sampling.cuts import lowest_kept
-from engine.sampling.draw import block_sums, draw, padded_scores, padded_width, uniforms, weights
+from engine.sampling.draw import BLOCK, draw, padded_scores, padded_width, uniforms, weights
 from engine.sampling.logprobs import BatchLogprobs, Named, batch_logprobs, pinned_copy
 from engine.sampling.state import (
     Adjustments,
@@ -196,10 +196,15 @@ class Sampler:
         else:
             assert positions_N is not None
             positions_n = positions_N[part.at] if isinstance(part.at, slice) else positions_N.index_select(0, part.at)
+            starts_n, width = part.draws.stream_starts_n, padded_width(logits_nV.shape[1])
+            if self._on_cpu is not None and raw_top_n is None and part.draws.cuts is None:
+                factors_n = part.draws.inverse_temperature_n
+                return self._on_cpu.weighed_and_drawn(
+                    logits_nV, factors_n, width, width // BLOCK, starts_n, positions_n
+                )
             top_n, weights_nW = candidate_weights(part.draws, logits_nV, self._on_cpu)
-            starts_n = part.draws.stream_starts_n
             if self._on_cpu is not None:
-                token_ids_n = self._on_cpu.draw(weights_nW, block_sums(weights_nW), starts_n, positions_n)
+                token_ids_n = self._on_cpu.draw(weights_nW, width // BLOCK, starts_n, positions_n)
             else:
                 token_ids_n = draw(weights_nW, uniforms(starts_n, positions_n))
         # The maximum of a row with a NaN is NaN, so one test on n numbers covers the vocabulary.
