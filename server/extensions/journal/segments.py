@@ -151,7 +151,17 @@ class JournalSegments:
 
         It waits, and raises OSError."""
         assert self._file is not None, "no file was begun"
-        files = [os.dup(file.descriptor) for file in (*self._left, self._file)] + self._open_found()
+        files: list[int] = []
+        try:
+            for descriptor in self._open_found():
+                files.append(descriptor)
+            for file in (*self._left, self._file):
+                files.append(os.dup(file.descriptor))
+        except OSError:  # no descriptor is free; the next call has all of them to do
+            for descriptor in files:
+                os.close(descriptor)
+            raise
+        self._found.clear()
         self._close_left()
         folder, self._is_new = self._folder if self._is_new else None, False
 
@@ -182,10 +192,11 @@ class JournalSegments:
             self._lock = -1
         self._close_left()
 
-    def _open_found(self) -> list[int]:
-        """Open the files of an earlier process, once: clients get what they have from now on."""
-        found, self._found = self._found, []
-        return [os.open(self._path(number), os.O_RDONLY) for number in found if number in self.sizes]
+    def _open_found(self) -> Iterator[int]:
+        """Open the files of an earlier process: clients get what they have from now on."""
+        for number in self._found:
+            if number in self.sizes:
+                yield os.open(self._path(number), os.O_RDONLY)
 
     def _close_left(self) -> None:
         while self._left:

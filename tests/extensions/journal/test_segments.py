@@ -1,6 +1,7 @@
 """Files of the journal: what is left of them after a crash, and who may have them."""
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,3 +123,30 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_record(tmp_path: Path, monkeyp
     files.write(RECORDS[2])
     files.close()
     assert read(tmp_path) == [RECORDS[0], RECORDS[2]]
+
+
+def test_a_sync_without_a_free_descriptor_loses_none_and_has_the_same_to_do_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        earlier = JournalSegments(tmp_path)
+        earlier.begin()
+        earlier.close()
+    files = JournalSegments(tmp_path)
+    files.begin()
+    before, synced = os.listdir("/proc/self/fd"), []
+
+    def none_is_free(descriptor: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", none_is_free)
+        with pytest.raises(OSError, match="Too many open files"):
+            files.unsynced()
+    assert os.listdir("/proc/self/fd") == before
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+        files.unsynced()()
+    assert [name.rpartition("/")[2] for name in synced[:3]] == ["00000001.log", "00000002.log", "00000003.log"]
+    assert os.listdir("/proc/self/fd") == before
+    files.close()

@@ -209,7 +209,8 @@ def test_a_layer_reads_the_codes_of_a_file_and_gives_what_their_floats_give(rank
     for four_bits, reader in ((False, MXFP4Reader(stored)), (True, CodesReader(stored))):
         shape = ExpertsShape(
             num_experts=5, num_chosen=2, expert_size=96, activation="clamped_swish", limit=LIMIT, slope=SLOPE,
-            router=RouterShape(name="router", bias=True), stacked=True, four_bits=four_bits, divided=divided,
+            router=RouterShape(name="router", bias=True), stacked=True, upright=True, four_bits=four_bits,
+            divided=divided,
         )  # fmt: skip
         total = torch.zeros(9, 64, dtype=torch.float64)
         for rank in range(ranks):

@@ -117,9 +117,9 @@ class SimSegments(JournalSegments):
 
         return sync
 
-    def _open_found(self) -> list[int]:
+    def _open_found(self) -> Iterator[int]:
         found, self._found = self._found, []
-        return [number for number in found if number in self.sizes]
+        return (number for number in found if number in self.sizes)
 
     def remove(self, number: int) -> None:
         assert number != self.current
