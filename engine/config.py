@@ -11,11 +11,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from engine.settings.additions import additions, with_sections
+from engine.settings.additions import additions, arrays, with_arrays, with_sections
 from engine.settings.attention_names import AttentionNames
 from engine.settings.section import Section
 from engine.settings.sections import (
@@ -24,7 +24,6 @@ from engine.settings.sections import (
     KVSection,
     LimitsSection,
     ModelSection,
-    ModelTable,
     PlacementSection,
     PluginsSection,
     SchedulerSection,
@@ -63,14 +62,16 @@ KEY = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
 KEYS = rf"{KEY}(?:\s*\.\s*{KEY})*"
 HEADER = re.compile(rf"\s*\[\[?\s*({KEYS})\s*\]")
 ASSIGNMENT = re.compile(rf"\s*({KEYS})\s*=")
-MODELS = "models"  # the array of tables in a file with several models
-MODELS_HEADER = re.compile(rf"^[ \t]*\[\[\s*{MODELS}\s*\]\]", re.MULTILINE)
 S = TypeVar("S", bound=Section)
 
 
 @with_sections
 class Config(Section, frozen=True):
-    """The whole of callboard.toml: the core's sections, and those that folders bring."""
+    """The whole of callboard.toml: the core's sections, and those that folders bring.
+
+    array: the array of tables of a configuration that a folder's ``Array`` reads; '' for one engine's."""
+
+    array: ClassVar[str] = ""
 
     model: ModelSection = ModelSection()
     device: DeviceSection = DeviceSection()
@@ -84,23 +85,30 @@ class Config(Section, frozen=True):
     storage: StorageSection = StorageSection()
 
 
-class ServedModel(NamedTuple):
-    """One of several models.  config: the file's sections with its own laid over them."""
+class WrittenConfig(NamedTuple):
+    """A configuration as it is written.
 
-    table: ModelTable
-    config: Config
+    origin: what errors call it.  folder: that of its file.  table: section or array -> what it has.  text: '' for none.
+    """
 
+    origin: str
+    folder: Path | None
+    text: str
+    table: dict[str, Any]
 
-class SeveralModels(Config, frozen=True, kw_only=True):
-    """The whole of a callboard.toml with [[models]]: the sections that hold for all of them, and each by itself."""
+    def check(self, table: dict[str, Any], kind: type[S], text: str, under: tuple[str, ...] = ()) -> S:
+        """Return a table as what it is.
 
-    models: tuple[ServedModel, ...]
+        Raises ConfigError that names the table's place, and the line of ``text``, which has as many as the file."""
+        return _decode(table, kind, self.origin, text, under)
 
-
-class ConfigFile(Config, frozen=True):
-    """The whole of callboard.toml as it may be written."""
-
-    models: tuple[ModelTable, ...] = ()
+    def read(
+        self, table: dict[str, Any], overrides: Sequence[str], environment: Mapping[str, str] | None, part: str = ""
+    ) -> Config:
+        """Return what a table comes to with the environment and overrides.  Raises ConfigError that names ``part``."""
+        if self.folder is not None:
+            _anchor_model_path(table, self.folder)
+        return _laid_over(table, overrides, os.environ if environment is None else environment, self.origin + part)
 
 
 def load_config(
@@ -114,46 +122,20 @@ def load_config(
     text: what to read instead of the file.  A relative ``model.path`` is resolved against the file, if it is beside it.
     Raises ConfigError naming the file or origin, the key, what was seen and what is allowed.
     """
-    config = load_served(path, overrides, environment, text)
-    if isinstance(config, SeveralModels):
-        raise ConfigError(
-            f"{_origin(path, text)}: it has [[models]], which `callboard serve` alone takes; give one of a single model"
-        )
-    return config
+    written = read_written(path, text)
+    for array in arrays():
+        if array.table in written.table:
+            raise ConfigError(f"{written.origin}: it has [[{array.table}]]; {array.advice}")
+    written.check(written.table, Config, written.text)  # so that an error names the file, not an override
+    return written.read(written.table, overrides, environment)
 
 
-def load_served(
-    path: Path | None = None,
-    overrides: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    text: str | None = None,
-) -> Config:
-    """Do as ``load_config``, but return ``SeveralModels`` for a file with [[models]].
-
-    What is laid over the file holds for every model, whatever its own sections say."""
-    table: dict[str, Any] = {}
-    several: list[ModelTable] = []
-    origin = _origin(path, text)
+def read_written(path: Path | None, text: str | None = None) -> WrittenConfig:
+    """Read a file, or ``text`` in its place.  Raises ConfigError for what is no TOML."""
+    origin = "configuration" if path is None or text is not None else str(path)
     if text is None:
         text = "" if path is None else _read_text(path)
-    if text:
-        table = _parse(origin, text)
-        several = _model_tables(table.pop(MODELS, []), origin, text)
-        _decode(table, Config, origin, text)  # so that an error names the file, not an override
-    if path is not None:
-        _anchor_model_path(table, path.parent)
-    environment = os.environ if environment is None else environment
-    models = []
-    for number, one in enumerate(several):
-        own = {name: {**table.get(name, {}), **keys} for name, keys in one.sections().items()}
-        own = {**table, **own}
-        _decode(own, Config, origin, _from_table(text, number), (MODELS,))
-        _anchor_model_path(own, path.parent if path else Path())
-        laid = _laid_over(own, overrides, environment, f"{origin}: [[models]] {one.name}")
-        named = msgspec.structs.replace(laid.model, name=one.name)  # what requests choose by, whatever was laid over
-        models.append(ServedModel(one, msgspec.structs.replace(laid, model=named)))
-    config = _laid_over(table, overrides, environment, origin)
-    return SeveralModels(**msgspec.structs.asdict(config), models=tuple(models)) if models else config
+    return WrittenConfig(origin, None if path is None else path.parent, text, _parse(origin, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +152,6 @@ class ConfigSource:
         return load_config(self.path, self.overrides, text=text)
 
 
-def _origin(path: Path | None, text: str | None) -> str:
-    return "configuration" if path is None or text is not None else str(path)
-
-
 def _laid_over(table: dict[str, Any], overrides: Sequence[str], environment: Mapping[str, str], where: str) -> Config:
     """The configuration that a table comes to with the environment and overrides.  Raises ConfigError."""
     for name in sorted(environment):
@@ -188,28 +166,6 @@ def _laid_over(table: dict[str, Any], overrides: Sequence[str], environment: Map
     config = _decode(table, Config, where)
     _check(config)
     return config
-
-
-def _model_tables(given: Any, origin: str, text: str) -> list[ModelTable]:
-    """The [[models]] of a file, checked by themselves.  Raises ConfigError."""
-    if not isinstance(given, list):
-        raise ConfigError(f"{origin}: {MODELS}: expected [[{MODELS}]], one table for each model")
-    tables: list[ModelTable] = []
-    for number, one in enumerate(given):
-        table = _decode(one, ModelTable, origin, _from_table(text, number), (MODELS,))
-        if table.name in [other.name for other in tables]:
-            raise ConfigError(f"{origin}: two [[{MODELS}]] are called {table.name!r}; requests choose by the name")
-        tables.append(table)
-    return tables
-
-
-def _from_table(text: str, number: int) -> str:
-    """The text with nothing but its line breaks before the header of a model, and nothing behind that of the next."""
-    starts = [found.start() for found in MODELS_HEADER.finditer(text)]
-    if number >= len(starts):
-        return ""
-    end = starts[number + 1] if number + 1 < len(starts) else len(text)
-    return "\n" * text.count("\n", 0, starts[number]) + text[starts[number] : end]
 
 
 def build_config(base: Config, tables: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -371,7 +327,7 @@ def _check(config: Config) -> None:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the configuration file."""
-    return msgspec.json.schema(ConfigFile)
+    return msgspec.json.schema(with_arrays(Config))
 
 
 def render_toml(config: Config) -> str:

@@ -124,13 +124,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"callboard {__version__}")
-    parser.set_defaults(takes_several=False)
+    parser.set_defaults(takes_arrays=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     extensions = modules_named("arguments")
 
     add = partial(add_command, commands)
     command = add("serve", SERVE, "serve a model over HTTP", target_argument(), shared_arguments("info"))
-    command.set_defaults(takes_several=True)
+    command.set_defaults(takes_arrays=True)
     command.add_argument("--host", help="address to listen on (server.host)")
     command.add_argument("--port", type=natural, help="port to listen on (server.port); 0 takes any free one")
     for extension in extensions:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import Config, json_schema
 from engine.control.changes import changed, is_place
-from engine.settings.sections import ModelTable
+from engine.settings.additions import arrays
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "configuration.md"
@@ -41,7 +41,8 @@ and `kv`, [plugins.md](plugins.md) about `plugins`. These tables are made from
 
 
 def sections() -> dict[str, type[msgspec.Struct]]:
-    return {**{name: type(getattr(Config(), name)) for name in Config.__struct_fields__}, "[models]": ModelTable}
+    own = {name: type(getattr(Config(), name)) for name in Config.__struct_fields__}
+    return {**own, **{f"[{one.table}]": one for one in arrays()}}
 
 
 def rows(section: type[msgspec.Struct]) -> list[str]:

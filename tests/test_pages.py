@@ -3,6 +3,7 @@
 `make snippets` runs the commands and programs of README and the quick start; here they are only read.
 """
 
+import argparse
 import re
 import shlex
 import tomllib
@@ -13,8 +14,9 @@ import msgspec
 import pytest
 import yaml
 
-from engine.config import Config, build_config, load_served
+from engine.config import Config, build_config, load_config
 from server.cli import main
+from server.commands.configuration import read_source
 from tests.snippets import PAGES, Block, Runner, read_blocks
 
 ROOT = Path(__file__).parents[1]
@@ -131,13 +133,13 @@ def test_every_program_can_be_compiled_and_says_what_it_prints() -> None:
 def test_every_command_of_ours_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it needs a GPU, a hub or a daemon: its options exist, and so do its file and settings."""
 
-    def check_instead(file: Path | None, overrides: list[str]) -> None:
-        known = None if file is None or str(file) == "my.toml" else ROOT / file
-        load_served(known, overrides, {"CALLBOARD_SERVER__API_KEY": "k" * 16})
+    def check_instead(parsed: argparse.Namespace) -> None:
+        source = read_source(parsed)
+        known = None if source.path is None or str(source.path) == "my.toml" else ROOT / source.path
+        load_config(known, source.overrides, {"CALLBOARD_SERVER__API_KEY": "k" * 16})
         raise SystemExit(0)
 
-    for load in ("load_config", "load_served"):
-        monkeypatch.setattr(f"server.commands.configuration.{load}", check_instead)
+    monkeypatch.setattr("server.commands.configuration.read_configuration", check_instead)
     monkeypatch.setattr("engine.host.logs.LogSettings.apply", lambda _: None)
     commands = [command for block in every_block() for command, _ in block.commands()]
     ours = [

@@ -48,3 +48,12 @@ class Addition(Section, frozen=True):
 
     def check(self, config: Any) -> None:
         """Raise ConfigError for values that contradict each other, or other settings of ``config``."""
+
+
+class Array(Section, frozen=True):
+    """One of the tables [[table]] of a file, with which a folder reads a configuration of its own kind.
+
+    advice: what to do where that kind cannot be used."""
+
+    table: ClassVar[str]
+    advice: ClassVar[str]

@@ -282,32 +282,4 @@ class StorageSection(Section, frozen=True):
     )] = ""
 
 
-class ModelTable(Section, frozen=True):
-    """[[models]]: one of several models of a server; its own sections are laid over those of the file."""
-
-    name: Annotated[str, key("Name in the model field of requests; unique among the models", min_length=1)]
-    load: Annotated[Literal["start", "demand"], key(
-        "'start': with the server; 'demand': at the first request for it"
-    )] = "start"
-    unload_after_s: Annotated[float, key(
-        "Unloaded after being idle for this time; 0 for no time limit", ge=0
-    )] = 0.0
-    memory_mb: Annotated[int, key(
-        "Its share of server.models_memory_mb; 0 measures its processes, without a GPU's memory", ge=0
-    )] = 0
-    model: Annotated[dict[str, Any], key("[models.model], over the file's [model]")] = {}
-    device: Annotated[dict[str, Any], key("[models.device], over the file's [device]")] = {}
-    kv: Annotated[dict[str, Any], key("[models.kv], over the file's [kv]")] = {}
-    scheduler: Annotated[dict[str, Any], key("[models.scheduler], over the file's [scheduler]")] = {}
-    graphs: Annotated[dict[str, Any], key("[models.graphs], over the file's [graphs]")] = {}
-    placement: Annotated[dict[str, Any], key("[models.placement], over the file's [placement]")] = {}
-    plugins: Annotated[dict[str, Any], key("[models.plugins], over the file's [plugins]")] = {}
-
-    def sections(self) -> dict[str, dict[str, Any]]:
-        """Return section -> this model's own settings in it."""
-        own = ("model", "device", "kv", "scheduler", "graphs", "placement", "plugins")
-        tables: dict[str, dict[str, Any]] = {name: getattr(self, name) for name in own}
-        return {**tables, "model": {**self.model, "name": self.name}}
-
-
 # fmt: on

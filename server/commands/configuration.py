@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from engine.checkpoints.shards import PICKLED
-from engine.config import Config, ConfigSource, load_config, load_served
+from engine.config import Config, ConfigSource, load_config
 from engine.types.errors import ConfigError
 
 OF_CHECKPOINTS = (".safetensors", ".json", *PICKLED)  # ends of files that are no configuration, and no model alone
@@ -33,8 +33,13 @@ def read_source(parsed: argparse.Namespace, *overrides: str) -> ConfigSource:
 def read_configuration(parsed: argparse.Namespace, *overrides: str) -> Config:
     """Returns the configuration that the command line asks for.  Raises ConfigError."""
     source = read_source(parsed, *overrides)
-    load = load_served if parsed.takes_several else load_config
-    return load(source.path, source.overrides)
+    if parsed.takes_arrays:
+        from server.run.extension import find_extensions  # most commands need no extension
+
+        for part in find_extensions():
+            if (config := part.configuration(source.path, source.overrides)) is not None:
+                return config
+    return load_config(source.path, source.overrides)
 
 
 def is_configuration(given: str) -> bool:

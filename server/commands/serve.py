@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvloop
 
-from engine.config import Config, ConfigSource, SeveralModels
+from engine.config import Config, ConfigSource
 from engine.settings.sections import ServerSection
-from engine.types.errors import ConfigError
 from server.backend import Backend
 from server.commands.configuration import read_configuration, read_source
 from server.http.listener import bind, url_of
@@ -45,8 +44,6 @@ def run(parsed: argparse.Namespace, config: Config) -> None:
         _check(asked[0].configs, asked[0].engines)
         asked[0].run()
         return
-    if isinstance(config, SeveralModels):
-        raise ConfigError(f"{parsed.target}: has [[models]], and server/extensions/models is not installed")
     source = read_source(parsed, *overrides)
     gc.disable()  # while modules are imported, which are no garbage and would be looked at again and again
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"

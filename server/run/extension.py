@@ -7,16 +7,17 @@ arguments of ``callboard serve``.  Its package may name in NEEDS the folders tha
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from aiohttp import web
 
 from engine.checkpoints.use import Kind
-from engine.config import Config, SeveralModels
+from engine.config import Config
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from server.backend import Backend
 from server.clients import Clients
@@ -110,7 +111,11 @@ class Extension:
     def with_engine(self, system: "System") -> None:
         """Called in the process of an engine, on its event loop, before the engine starts."""
 
-    def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
+    def configuration(self, path: Path | None, overrides: Sequence[str]) -> Config | None:
+        """Return the configuration of a file with an array of the part's own; None for another.  Raises ConfigError."""
+        return None
+
+    def serving(self, parsed: argparse.Namespace, config: Config) -> Serving | None:
         """Returns how to serve, where the arguments or the configuration ask for this part.  Raises ConfigError."""
         return None
 

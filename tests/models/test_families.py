@@ -142,10 +142,11 @@ pictures. On a GPU none of this has been checked yet.
   and the others every one. Of a list every frame is shown. A video's `detail` changes nothing.
 - `return_prompt_ids` shows ids past the vocabulary for a picture's tokens.
 
-A tiny model of SmolVLM's family answers a conversation with a new picture in 0.31 of the processor time of `generate` of
-transformers, and eight conversations about one new picture in 0.33 of it, where that gets them as one batch: pixels,
+A tiny model of SmolVLM's family answers a conversation with a new picture in 0.31 of the processor time of `generate`
+of transformers, and eight conversations about one new picture in 0.33 of it, where that gets them as one batch: pixels,
 encoder, prompt and 32 tokens, in float32 with one thread, the medians of 15 turns
-(`python benchmarks/bench_pictures.py --shapes tiny`, [pictures_2core_cpu.json](../benchmarks/results/pictures_2core_cpu.json)).
+(`python benchmarks/bench_pictures.py --shapes tiny`,
+[pictures_2core_cpu.json](../benchmarks/results/pictures_2core_cpu.json)).
 
 ## The text part of models that read images or sound
 

@@ -18,10 +18,7 @@ def core_sections() -> list[type[Section]]:
     """The sections as they are in the core's file, without what folders add."""
     kinds = [kind for _, kind in inspect.getmembers(sections, inspect.isclass) if kind.__module__ == sections.__name__]
     return [
-        base
-        for kind in kinds
-        if kind is not sections.ModelTable and Section in kind.__mro__
-        for base in [kind.__mro__[kind.__mro__.index(Section) - 1]]
+        base for kind in kinds if Section in kind.__mro__ for base in [kind.__mro__[kind.__mro__.index(Section) - 1]]
     ]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.checkpoints.checkpoint import resolve_checkpoint
-from engine.config import Config, SeveralModels
+from engine.config import Config
 from engine.features.lora.files import NAME, AdapterRules, adapter_rules
 from engine.features.lora.settings import LoraSettings
 from engine.plugins.families import read_model
@@ -37,8 +37,8 @@ class AdaptersExtension(Extension):
     handlers = (AdapterRoutes,)
 
     def check(self, config: Config, engines: str = "") -> None:
-        if (folder := LoraSettings.of(config).folder) and isinstance(config, SeveralModels):
-            raise ConfigError(f"lora.folder={folder}: adapters are of one model, and this file has [[models]]")
+        if (folder := LoraSettings.of(config).folder) and config.array:
+            raise ConfigError(f"lora.folder={folder}: adapters are of one model, and this file has [[{config.array}]]")
 
     def findings(self, config: Config) -> Iterator[Finding]:
         settings = LoraSettings.of(config)

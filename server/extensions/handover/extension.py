@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from engine.config import Config, SeveralModels
+from engine.config import Config
 from engine.features.handover.messages import NAME
 from engine.features.handover.terms import terms_of
 from engine.types.errors import ConfigError
@@ -35,7 +35,7 @@ class HandoverExtension(Extension):
 
             route.more_parts = both
 
-    def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
+    def serving(self, parsed: argparse.Namespace, config: Config) -> Serving | None:
         if parsed.prefill is None and parsed.decode is None:
             return None
         if any(one is not None for one in (parsed.replicas, parsed.on, parsed.fleet)):
@@ -44,8 +44,8 @@ class HandoverExtension(Extension):
             )
         from server.extensions.handover.split import serve_split
 
-        if isinstance(config, SeveralModels):
-            raise ConfigError(f"{parsed.target}: a split engine serves one model, and it has [[models]]")
+        if config.array:
+            raise ConfigError(f"{parsed.target}: a split engine serves one model, and it has [[{config.array}]]")
         num_prefill, num_decode = parsed.prefill or 1, parsed.decode or 1
         return Serving(lambda: serve_split(config, num_prefill, num_decode), "replicas", (config,))
 

@@ -15,11 +15,11 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-from engine.config import SeveralModels
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
 from server.access import check_access
 from server.clients import Rates
+from server.extensions.models.configuration import SeveralModels
 from server.extensions.models.model import ModelReplica
 from server.extensions.models.models import Models
 from server.extensions.models.routes import ModelsRoutes, counts

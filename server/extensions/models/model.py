@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.config import Config, ServedModel
+from engine.config import Config
 from engine.host.memory import resident_bytes
 from engine.messages import Stop
 from engine.types.errors import CallboardError, RequestError
@@ -24,6 +24,7 @@ from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerReady
 from engine.workers.placement import assignment_basics, start_child
 from engine.workers.worker import Reports, Worker, WorkerLost
+from server.extensions.models.configuration import ServedModel
 from server.extensions.models.model_process import CAPACITY, ModelAssignment, ModelLoaded
 from server.http.listener import bind, url_of
 from server.model_card import ModelCard

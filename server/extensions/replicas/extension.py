@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from engine.config import Config, SeveralModels
+from engine.config import Config
 from engine.types.errors import ConfigError
 from engine.types.prompt import RequestPart
 from server.extensions.replicas.held import HELD, blocks_part
@@ -36,7 +36,7 @@ class ReplicasExtension(Extension):
         for route in parts.served.values():
             route.more_parts = parts_of
 
-    def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
+    def serving(self, parsed: argparse.Namespace, config: Config) -> Serving | None:
         if parsed.share_port and parsed.fleet is None:
             raise ConfigError("--share-port is for routers of one fleet; name it with --fleet")
         if parsed.own_port is not None and not parsed.share_port:
@@ -45,8 +45,8 @@ class ReplicasExtension(Extension):
             return None
         from server.extensions.replicas.ray_fleet import serve_on_ray
 
-        if isinstance(config, SeveralModels):
-            raise ConfigError(f"{parsed.target}: replicas are of one model, and it has [[models]]")
+        if config.array:
+            raise ConfigError(f"{parsed.target}: replicas are of one model, and it has [[{config.array}]]")
         if parsed.replicas is None:
             given = f"--on {parsed.on}" if parsed.fleet is None else f"--fleet {parsed.fleet}"
             raise ConfigError(f"{given} runs replicas; --replicas N says how many")

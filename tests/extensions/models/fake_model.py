@@ -2,10 +2,11 @@
 
 import asyncio
 
-from engine.config import Config, ServedModel
-from engine.settings.sections import ModelTable
+from engine.config import Config
 from engine.types.errors import CallboardError
+from server.extensions.models.configuration import ServedModel
 from server.extensions.models.model import ModelReplica
+from server.extensions.models.settings import ModelTable
 from server.proxy.replica import State
 
 

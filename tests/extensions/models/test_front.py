@@ -8,12 +8,14 @@ import aiohttp
 import msgspec
 import pytest
 
-from engine.config import Config, ServedModel, SeveralModels, build_config
-from engine.settings.sections import LimitsSection, ModelTable, ServerSection
+from engine.config import Config, build_config
+from engine.settings.sections import LimitsSection, ServerSection
 from server.backend import Backend
 from server.extensions.models import front
+from server.extensions.models.configuration import ServedModel, SeveralModels
 from server.extensions.models.models import Models
 from server.extensions.models.routes import ModelsRoutes
+from server.extensions.models.settings import ModelTable
 from server.http.connection import HttpRunner
 from server.http.listener import bind, url_of
 from server.proxy.replica import State

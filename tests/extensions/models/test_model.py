@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine.config import Config, ServedModel, build_config
+from engine.config import Config, build_config
 from engine.host.memory import resident_bytes
-from engine.settings.sections import ModelTable
 from engine.types.errors import CallboardError, RequestError
 from engine.workers import placement
 from server.extensions.models import model as model_module
+from server.extensions.models.configuration import ServedModel
 from server.extensions.models.model import ModelReplica
+from server.extensions.models.settings import ModelTable
 from server.proxy.replica import State
 from tests.pace import far
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from engine.config import SeveralModels, load_served
 from engine.llm import LLM
 from engine.types.params import SamplingParams
+from server.extensions.models.configuration import read_several
 from tests.models.checkpoints import build, random_tokens, save
 from tests.pace import far
 from tests.server.http_client import RawClient, http_bytes
@@ -111,8 +111,8 @@ def test_an_idle_model_leaves_for_another_while_a_stream_goes_on(served: Served,
         assert served.loaded() == ["demo", "qwen3"]
         *_, usage, done = stream.read_reply().events
         assert (usage["usage"]["completion_tokens"], done) == (STREAM["max_tokens"], "[DONE]")
-    configuration = load_served(file, CHEAP, {})
-    assert isinstance(configuration, SeveralModels)
+    configuration = read_several(file, CHEAP, {})
+    assert configuration is not None
     for one in configuration.models:
         if one.table.name in found:
             with LLM(config=one.config, progress=False) as llm:

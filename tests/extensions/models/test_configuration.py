@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import SeveralModels, json_schema, load_config, load_served
+from engine.config import json_schema, load_config
 from engine.types.errors import ConfigError
+from server.extensions.models.configuration import SeveralModels, read_several
 
 FILE = """\
 [kv]
@@ -33,8 +34,8 @@ def write(folder: Path, text: str = FILE) -> Path:
 
 
 def read(path: Path, *overrides: str, **environment: str) -> SeveralModels:
-    config = load_served(path, overrides, environment)
-    assert isinstance(config, SeveralModels)
+    config = read_several(path, overrides, environment)
+    assert config is not None
     return config
 
 
@@ -81,13 +82,14 @@ def test_a_mistake_names_its_line_in_the_table_of_its_model(tmp_path: Path, old:
 
 def test_a_table_that_is_no_list_of_tables_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"models: expected \[\[models\]\], one table for each model"):
-        load_served(write(tmp_path, "[models]\nname = 'a'\n"), [], {})
+        read_several(write(tmp_path, "[models]\nname = 'a'\n"), [], {})
 
 
 def test_only_a_server_takes_several(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`callboard serve` alone takes"):
         load_config(write(tmp_path), [], {})
-    assert type(load_served(None, [], {})) is type(load_config(None, [], {}))
+    assert read_several(None, [], {}) is None
+    assert read_several(write(tmp_path, "[kv]\n"), [], {}) is None
 
 
 def test_the_schema_has_the_tables() -> None:
