@@ -28,7 +28,7 @@ PAGES_AT_ONCE: Final = 128
 
 
 class SharedKeys:
-    """What the decode rows of a batch share, found on the device, and the parts of their results.
+    """The pages that decode rows of a batch share, found on the device, and the parts of their results.
 
     skips_B: tiles of each row that are shared."""
 
