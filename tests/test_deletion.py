@@ -122,9 +122,9 @@ def tree_without(name: str, folder: Path) -> dict[str, str]:
         shutil.copytree(
             ROOT / copied,
             folder / copied,
-            ignore=lambda path, names: {"__pycache__"} | ({name} if Path(path) == EXTENSIONS else set()),
-        )
-    return {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+            ignore=lambda path, names: {name} if Path(path) == EXTENSIONS else set(),
+        )  # with what Python compiled, which it would do again in each process
+    return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 def run(code: str, folder: Path, environment: dict[str, str]) -> str:

@@ -18,6 +18,15 @@
 
 #ifdef V
 
+/* A compiler takes most of its time for the tiles.  UNIT 1 and above have those of some kinds each and UNIT 0 has the
+   rest, so that several compilers can work at once; without UNIT this is all of it. */
+#ifdef UNIT
+#define HAS(unit) (UNIT == (unit))
+#else
+#define HAS(unit) 1
+#endif
+#define BETWEEN_UNITS __attribute__((visibility("hidden")))
+
 /* PLAIN: a scale per group.  MINIMUM: a scale and a minimum.  CODED: a power of two per group, and floats of 4 bits.  ZERO: a scale and a zero point per block of several groups;
    ZERO_UPPER: the same with a scale in bfloat16.  SUPER: an integer scale per group, times a float scale per block.
    SUPER_MINIMUM: the same with integer minima, times another float. */
@@ -61,7 +70,7 @@ static const Format TABLE[FORMATS] = {
 #define panels_of(M) (REGISTERS == 16 ? (M) == 1 ? 4 : (M) <= 3 ? 2 : 1 : (M) <= 2 ? 4 : (M) <= 6 ? 2 : 1)
 #define MOST_GROUP 32
 #define ROW_BLOCK_BYTES (384 << 10)
-#define SMALL_PRODUCT (1 << 17) /* multiplications below which a second thread does not pay */
+#define AT_ONCE 4 /* multiplications that take as long as a number of other loops */
 
 /* Bytes of a panel before the groups of a block, and before the integers of a group. */
 INLINE int64_t block_header(int64_t form) {
@@ -76,6 +85,7 @@ INLINE int64_t block_bytes(const Format *is) {
     return block_header(is->form) + is->size / is->group * group_bytes(is);
 }
 
+#if HAS(0)
 static int64_t panels_in(int64_t O) { return (O + MOST_PANELS * V - 1) / (MOST_PANELS * V) * MOST_PANELS; }
 
 int64_t blocks_bytes(int64_t format, int64_t O, int64_t I) {
@@ -298,6 +308,8 @@ void blocks_rows(const Weight *weight, const int64_t *outputs_T, float *out_TI, 
     }
 }
 
+#endif
+
 /* The rows of a tile.  bytes[M,groups,parts,G]: digits, the lowest first; scales[M,groups,parts]: of a digit; starts:
    the digits' sum times minus the zero; sums[M,groups]: of the rounded inputs.  in_block: groups of a block. */
 typedef struct {
@@ -392,6 +404,8 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
 #define ARGUMENTS \
     const char *panel, int64_t size, Input in, const float *bias, float *y, int64_t step, int64_t width
 typedef void (*Tile)(ARGUMENTS);
+extern BETWEEN_UNITS const Tile plain4[], minimum4[], plain5[], minimum5[], plain8[], super_minimum4[],
+    super_minimum5[], super6[], coded4[], zero4[], zero_upper4[];
 #define TILE(name, M, bits, form)                                          \
     static void name##_##M(ARGUMENTS) {                                    \
         tile(panel, size, in, bias, y, step, width, M, panels_of(M), bits, form); \
@@ -400,23 +414,31 @@ typedef void (*Tile)(ARGUMENTS);
 #define TILES_OF(name, bits, form)                                                                                  \
     TILE(name, 1, bits, form) TILE(name, 2, bits, form) TILE(name, 3, bits, form) TILE(name, 4, bits, form)         \
     TILE(name, 5, bits, form) TILE(name, 6, bits, form) TILE(name, 7, bits, form) TILE(name, 8, bits, form)         \
-    static const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8};
+    BETWEEN_UNITS const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8};
 #else
 #define TILES_OF(name, bits, form)                                                                                  \
     TILE(name, 1, bits, form) TILE(name, 2, bits, form) TILE(name, 3, bits, form) TILE(name, 4, bits, form)         \
-    static const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4};
+    BETWEEN_UNITS const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4};
 #endif
+#if HAS(1)
 TILES_OF(plain4, 4, PLAIN)
-TILES_OF(minimum4, 4, MINIMUM)
 TILES_OF(plain5, 5, PLAIN)
-TILES_OF(minimum5, 5, MINIMUM)
 TILES_OF(plain8, 8, PLAIN)
+TILES_OF(coded4, 4, CODED)
+#endif
+#if HAS(2)
+TILES_OF(minimum4, 4, MINIMUM)
+TILES_OF(minimum5, 5, MINIMUM)
+TILES_OF(super6, 6, SUPER)
+#endif
+#if HAS(3)
 TILES_OF(super_minimum4, 4, SUPER_MINIMUM)
 TILES_OF(super_minimum5, 5, SUPER_MINIMUM)
-TILES_OF(super6, 6, SUPER)
-TILES_OF(coded4, 4, CODED)
 TILES_OF(zero4, 4, ZERO)
 TILES_OF(zero_upper4, 4, ZERO_UPPER)
+#endif
+
+#if HAS(0)
 static const Tile *const TILES[KINDS] = {
     [PLAIN4] = plain4, [MINIMUM4] = minimum4, [PLAIN5] = plain5, [MINIMUM5] = minimum5, [PLAIN8] = plain8,
     [SUPER_MINIMUM4] = super_minimum4, [SUPER_MINIMUM5] = super_minimum5, [SUPER6] = super6,
@@ -485,35 +507,53 @@ static Input rows_from(const Format *is, const Rounded *in, int64_t t) {
                    in->groups, is->size / is->group, in->parts};
 }
 
+/* A product with one part of a weight, O being the outputs of all of it, and the tiles block:last that threads compute. */
+typedef struct {
+    const Blocks *blocks;
+    const Format *format;
+    const Rounded *rounded;
+    const float *x_TI, *bias;
+    float *y;
+    int64_t x_step, O, I, T, tiles, block, last;
+} Product;
+
+static void round_of(const void *of, int64_t t, int64_t thread) {
+    const Product *is = of;
+    round_row(is->format, is->x_TI + t * is->x_step, t, is->rounded);
+}
+
+static void multiply_of(const void *of, int64_t item, int64_t thread) {
+    const Product *is = of;
+    const Blocks *blocks = is->blocks;
+    const Tile *of_kind = TILES[is->format->kind];
+    int64_t count = (blocks->O + V - 1) / V, size = is->I / is->format->size * block_bytes(is->format);
+    int64_t p = item * MOST_PANELS, T = is->T;
+    for (int64_t b = is->block; b < is->last; b++) {
+        int64_t first = b * T / is->tiles, rows = (b + 1) * T / is->tiles - first;
+        for (int64_t q = p; q < p + MOST_PANELS && q < count; q += panels_of(rows))
+            of_kind[rows](blocks->panels + q * size, size, rows_from(is->format, is->rounded, first),
+                          is->bias ? is->bias + q * V : 0, is->y + first * is->O + q * V, is->O, blocks->O - q * V);
+    }
+}
+
 /* Computes the outputs of one part of a weight; O: outputs of the weight.  Returns -1 if memory is lacking. */
 static int64_t blocks_part(const Blocks *blocks, int64_t I, const float *x_TI, int64_t x_step, const float *bias,
                            float *y, int64_t O, int64_t T, int64_t threads) {
-    const Format *is = TABLE + blocks->format;
-    const Tile *of_kind = TILES[is->kind];
-    int64_t count = (blocks->O + V - 1) / V, size = I / is->size * block_bytes(is);
-    if (T * blocks->O * I < SMALL_PRODUCT) threads = 1;
+    const Format *format = TABLE + blocks->format;
+    int64_t items = ((blocks->O + V - 1) / V + MOST_PANELS - 1) / MOST_PANELS;
+    threads = worth(threads, T * blocks->O * I / AT_ONCE);
     Rounded in;
-    char *memory = malloc(cut(0, is, blocks->parts, T, I, &in) + 1);
+    char *memory = malloc(cut(0, format, blocks->parts, T, I, &in) + 1);
     if (!memory) return -1;
-    cut(memory, is, blocks->parts, T, I, &in);
+    cut(memory, format, blocks->parts, T, I, &in);
     /* As in products.c: rows form tiles of two sizes that differ by one, and tiles form blocks that fit a cache. */
     int64_t tiles = (T + MOST_ROWS - 1) / MOST_ROWS;
     int64_t in_block = ROW_BLOCK_BYTES / (I * blocks->parts * MOST_ROWS) + 1;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < T; t++) round_row(is, x_TI + t * x_step, t, &in);
-        for (int64_t block = 0; block < tiles; block += in_block) {
-            int64_t last = block + in_block < tiles ? block + in_block : tiles;
-#pragma omp for schedule(static) nowait
-            for (int64_t p = 0; p < count; p += MOST_PANELS)
-                for (int64_t b = block; b < last; b++) {
-                    int64_t first = b * T / tiles, rows = (b + 1) * T / tiles - first;
-                    for (int64_t q = p; q < p + MOST_PANELS && q < count; q += panels_of(rows))
-                        of_kind[rows](blocks->panels + q * size, size, rows_from(is, &in, first),
-                                      bias ? bias + q * V : 0, y + first * O + q * V, O, blocks->O - q * V);
-                }
-        }
+    Product is = {blocks, format, &in, x_TI, bias, y, x_step, O, I, T, tiles, 0, 0};
+    share(threads, T, round_of, &is);
+    for (; is.block < tiles; is.block = is.last) {
+        is.last = is.block + in_block < tiles ? is.block + in_block : tiles;
+        share(threads, items, multiply_of, &is);
     }
     free(memory);
     return 0;
@@ -529,4 +569,5 @@ int64_t blocks_product(const Weight *weight, const float *x_TI, int64_t x_step, 
                              T, threads);
     return failed;
 }
+#endif
 #endif

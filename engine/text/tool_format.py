@@ -52,7 +52,8 @@ class CallShape(msgspec.Struct, frozen=True, omit_defaults=True):
     """One way to write a call: the text before the arguments, their schema, and the text after them.
 
     name: of the function, for messages.  values: the arguments in their order, if they are not one JSON object.
-    between: text between two values; the strings among them have quotes then."""
+    between: text between two values; the strings among them have quotes then.
+    then: texts of which one follows ``begin``; empty for none."""
 
     begin: str
     schema: dict[str, Any]
@@ -60,6 +61,12 @@ class CallShape(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""
     values: list[ValueShape] | None = None
     between: str = ""
+    then: list[str] = []
+
+    @property
+    def begins(self) -> list[str]:
+        """All texts that may come before the arguments."""
+        return [self.begin + one for one in self.then or [""]]
 
 
 class Otherwise(msgspec.Struct, frozen=True, omit_defaults=True):

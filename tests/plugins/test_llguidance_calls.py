@@ -460,3 +460,24 @@ def parsed_calls(tools: Sequence[Tool], text: str) -> list[tuple[str, str]]:
         name, arguments = found.get(one.index, ("", ""))
         found[one.index] = (one.name or name, arguments + one.arguments)
     return [*found.values()]
+
+
+def test_every_way_to_begin_a_call_has_the_values_of_its_schema_checked(engine: LLGuidance) -> None:
+    even = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "required": ["a"]}
+    free = allow_calls([Tool("f", even)], "harmony", None, many=True)
+    for header in (" to=functions.f<|message|>", " to=functions.f<|channel|>commentary json<|message|>"):
+        assert accepts(engine, free, f'{header}{{"a": [1, 2]}}<|call|>')
+        with pytest.raises(GrammarFailure, match="does not follow the schema"):
+            accepts(engine, free, f'{header}{{"a": [1, 1]}}<|call|>')
+
+
+@pytest.mark.parametrize("write", ["harmony", "pythonic"])
+def test_a_grammar_grows_no_faster_than_the_tools(engine: LLGuidance, write: str) -> None:
+    def sizes(num_tools: int, num_fields: int) -> tuple[int, int]:
+        fields = {f"field_{number}": {"description": "The number of something."} for number in range(num_fields)}
+        tools = [Tool(f"f{number}", {"type": "object", "properties": fields}) for number in range(num_tools)]
+        grammar = allow_calls(tools, write, None, many=True)
+        return len(grammar.source), engine.compile(grammar).num_bytes
+
+    assert sizes(30, 10)[0] < 1 << 16, "as many tools as agents have do not fit the limit of a source"
+    assert sizes(1, 300)[1] < 4 * sizes(1, 100)[1]

@@ -128,6 +128,8 @@ def test_a_name_that_stands_for_any_model_is_the_served_one(served: EngineServer
         ({"items": []}, "items"),
         ({"items": [[1]]}, "items"),
         ({"items": ["a"] * 257}, "items"),
+        ({"items": ["a"] * 100_000, "query": "a" * 1_000_000}, "items"),  # 100 GB, were they joined
+        ({"items": ["a"] * 20, "query": "a" * 1_000_000}, "items"),
         ({"items": [""], "query": ""}, "items"),
         ({"query": None}, "query"),
         ({"items": None}, "items"),

@@ -159,7 +159,7 @@ class LLGuidance:
                     answer = msgspec.json.decode(shape.otherwise.source)
             case "structural_tag":
                 calls = msgspec.json.decode(grammar.source, type=TagsShape).tags
-        judges = {call.begin: _judge(call.schema) for call in calls if call.values is None}
+        judges = {begin: _judge(call.schema) for call in calls if call.values is None for begin in call.begins}
         judge = _judge(answer)
         if judge is None and not any(judges.values()):
             return None
@@ -367,6 +367,8 @@ class LLGuidance:
         lines = [f"{rule}: {' | '.join(names)}"]
         for name, call in zip(names, calls, strict=True):
             begin = self._literal(call.begin.partition(opening)[2] if opening else call.begin)
+            if call.then:
+                begin += f" ({' | '.join(map(self._literal, call.then))})"
             end = self._literal(call.end)
             lines.append(f"{name}: {begin} {name}_arguments {f'({end})?' if call.end in self._end_names else end}")
             if call.values is None:
@@ -380,7 +382,7 @@ class LLGuidance:
         values, schema = call.values or [], call.schema
         names = [f"{rule}_{index}" for index in range(len(values))]
         if call.between:
-            lines = [f"{rule}: {_separated(names, values, self._literal(call.between))}"]
+            lines = _separated(rule, names, values, self._literal(call.between))
         else:
             counts = ["*" if not one.name else "" if one.is_required else "?" for one in values]
             lines = [f"{rule}: {' '.join(map(''.join, zip(names, counts, strict=True)))}"]
@@ -459,17 +461,21 @@ def _text_but(*not_begun: str) -> str:
     return "/(?s:.*)/" + "".join(unlike)
 
 
-def _separated(names: list[str], values: list[ValueShape], between: str) -> str:
-    """Return the rule of values, those that are required and any of the others, with a separator between two."""
+def _separated(rule: str, names: list[str], values: list[ValueShape], between: str) -> list[str]:
+    """Return the rules of values, those that are required and any of the others, with a separator between two.
+
+    A rule for the values from each one on: an alternative for each would have as many names as the square of them."""
     ways = [] if any(one.is_required for one in values) else ['""']
     for index, (name, value) in enumerate(zip(names, values, strict=True)):
-        rest = zip(names[index + 1 :], values[index + 1 :], strict=True)
-        more = [f"({between} {name})*"] if not value.name else []
-        more += [f"({between} {other})" + ("" if one.is_required else "?") for other, one in rest]
-        ways.append(" ".join([name, *more]))
+        more = "" if value.name else f"({between} {name})* "
+        ways.append(f"{name} {more}{rule}_from_{index + 1}")
         if value.is_required:
             break
-    return " | ".join(ways)
+    lines = [f"{rule}: {' | '.join(ways)}", f'{rule}_from_{len(names)}: ""']
+    for index, (name, value) in enumerate(zip(names, values, strict=True)):
+        count = "" if value.is_required else "?"
+        lines.append(f"{rule}_from_{index}: ({between} {name}){count} {rule}_from_{index + 1}")
+    return lines
 
 
 def _fill_all(branch: list[LLMatcher], mask: Mask) -> Mask:

@@ -58,11 +58,8 @@ class HarmonyFormat(ToolFormat):
                 CallShape(f"{BEGIN}{tool.name}{REST[0]}{MESSAGE}", tool.parameters, CALL, tool.name) for tool in tools
             ]
             return marked_calls(calls, CHANNEL, answer, many=many, forced=forced, separator=NEXT)
-        calls = [
-            CallShape(f"{OPEN}{tool.name}{rest}{MESSAGE}", tool.parameters, CALL, tool.name)
-            for tool in tools
-            for rest in REST
-        ]
+        rests = [f"{rest}{MESSAGE}" for rest in REST]
+        calls = [CallShape(f"{OPEN}{tool.name}", tool.parameters, CALL, tool.name, then=rests) for tool in tools]
         others = [START, CHANNEL, CONSTRAIN, END]
         return shaped_calls(
             calls, "", many=many, otherwise=Otherwise("text", opening=OPEN, markers=others, quoting=[MESSAGE])

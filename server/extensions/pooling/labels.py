@@ -6,7 +6,7 @@ Does not know: how a model computes them, and models that score pairs, which ``p
 
 from collections.abc import Sequence
 from math import exp
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from engine.types.errors import FieldError
 from engine.types.prompt import Prompt
@@ -18,6 +18,8 @@ from server.generate.output import Output, UsageCounter, finite
 from server.http.operation import Operation
 from server.openai.requests import GenerationBody
 from server.openai.translator import Translator
+
+MOST_CHARS: Final = 1 << 24  # or tokens, of all prompts together: the query is in each
 
 
 class ScoreLabels(Endpoint[ScoreBody]):
@@ -36,6 +38,14 @@ class ScoreLabels(Endpoint[ScoreBody]):
             raise FieldError("label_token_ids", "at least one token is needed")
         if body.add_special_tokens is False:
             raise FieldError("add_special_tokens", "false; send token ids for prompts without the tokenizer's own")
+        query, items = _asked(body)
+        self._translator.check_count(len(items), 1, "items")
+        if (total := sum(len(query) + len(item) for item in items)) > MOST_CHARS:
+            raise FieldError(
+                "items",
+                f"with the query before each they have {total} characters or tokens; at most {MOST_CHARS} may be",
+            )
+        prompts = tuple(_joined(query, item, item_first=bool(body.item_first)) for item in items)
         asked = GenerationBody(
             model=body.model or self._translator.card.name,
             temperature=0.0,
@@ -46,7 +56,7 @@ class ScoreLabels(Endpoint[ScoreBody]):
             user=body.user,
             request_id=body.request_id,
         )
-        return self._translator.translate(asked, _prompts(body), max_tokens=1, logprobs=0, counted="items")
+        return self._translator.translate(asked, prompts, max_tokens=1, logprobs=0, counted="items")
 
     def rename(self, field: str, body: ScoreBody) -> str:
         return {"prompt": "items", "logprob_token_ids": "label_token_ids"}.get(field, field)
@@ -80,18 +90,19 @@ class LabelWriter(Writer):
         return [power / sum(powers) for power in powers]
 
 
-def _prompts(body: ScoreBody) -> tuple[Prompt, ...]:
-    """Returns a prompt for each item, of its text or of its token ids and the query's.  Raises RequestError."""
+def _asked(body: ScoreBody) -> tuple[str | list[int], list[str | list[int]]]:
+    """Returns the query and the items.  Raises RequestError."""
     if body.query is None or body.items is None:
         missing = "query" if body.query is None else "items"
         raise FieldError(missing, "required beside label_token_ids, but not given")
-    items = [body.items] if isinstance(body.items, str) else body.items
+    items: list[str | list[int]] = [body.items] if isinstance(body.items, str) else body.items
     if not items:
         raise FieldError("items", "an empty list; expected at least one")
-    return tuple(_joined(body.query, item, item_first=bool(body.item_first)) for item in items)
+    return body.query, items
 
 
 def _joined(query: str | list[int], item: str | list[int], *, item_first: bool) -> Prompt:
+    """Returns the prompt of an item.  Raises RequestError."""
     if isinstance(query, str) and isinstance(item, str):
         return item + query if item_first else query + item
     if isinstance(query, list) and isinstance(item, list):
