@@ -5,7 +5,7 @@ Owns: rows with their scales, and which norms and gates of a decoder round.  Doe
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,7 +24,12 @@ class RoundedRows(Tensor):
 
     scales_TG: Tensor
     num_rows: int
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results of operations are plain tensors
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what the operation gives of plain tensors."""
+        with torch.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def of(cls, rounded: tuple[Tensor, Tensor], num_rows: int) -> Self:

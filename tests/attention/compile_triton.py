@@ -20,15 +20,16 @@ import triton
 from engine.kernels import dependent_launch
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
-from engine.plugins.attention.triton import backend
+from engine.plugins.attention.triton import backend, prefix
 from engine.plugins.attention.triton.backend import TritonAttention
+from engine.plugins.attention.triton.prefix import LEAST_ROWS
 from engine.plugins.attention.triton.tiles import (
     DecodeTiles,
     PrefillTiles,
     decode_candidates,
     prefill_candidates,
 )
-from tests.attention.recorded_launches import H200, KERNELS
+from tests.attention.recorded_launches import H200, KERNELS, SHARED_KERNELS
 from tests.no_gpu import NoGPU, order, resources
 
 
@@ -48,6 +49,7 @@ class Case:
     kv_dtype: str = ""
     every_candidate: bool = False
     invariant: bool = False
+    num_decodes: int = 3
 
 
 CASES = [
@@ -55,6 +57,7 @@ CASES = [
     Case(dtype="float16", window=1000, soft_cap=50.0, sinks=True, kv_dtype="fp8_e4m3"),
     Case(num_heads=8, num_kv_heads=1, head_size=256, page_size=256, every_candidate=True),
     Case(invariant=True),
+    Case(num_decodes=LEAST_ROWS),
     # The tests compile those above.
     Case(kv_dtype="fp8_e4m3", every_candidate=True),
     Case(kv_dtype="fp8_e4m3", soft_cap=50.0, sinks=True, window=1000, invariant=True),
@@ -77,9 +80,9 @@ class Compiler:
 
     kernels: list[Any] = field(default_factory=list)
 
-    def watch(self, name: str) -> None:
+    def watch(self, module: Any, name: str) -> None:
         """From now on this kernel[grid](...) compiles only."""
-        kernel = getattr(backend, name)
+        kernel = getattr(module, name)
 
         def launch(*args: Any, **kwargs: Any) -> None:
             compiled = kernel.warmup(*args, grid=(1, 1), **kwargs)
@@ -87,11 +90,13 @@ class Compiler:
                 self.kernels.append(compiled)
 
         class Watched:
-            def __getitem__(self, grid: tuple[int, int]) -> Any:
-                assert all(0 < size < (1 << 31, 1 << 16)[axis] for axis, size in enumerate(grid)), f"grid {grid}"
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                assert all(0 < size < (1 << 31, *(1 << 16,) * 2)[axis] for axis, size in enumerate(grid)), (
+                    f"grid {grid}"
+                )
                 return launch
 
-        setattr(backend, name, Watched())
+        setattr(module, name, Watched())
 
 
 def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, Any]]:
@@ -112,28 +117,31 @@ def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, A
     pool = KVPool(1, 8, case.page_size, case.num_kv_heads, case.head_size, *place)
     attention = TritonAttention(spec, pool, H200, case.invariant)
     attention._interpreted = False
+    rows = case.num_decodes + 2
     batch = AttentionBatch(
-        num_decodes=3,
-        page_table_BP=torch.zeros((5, 3), dtype=torch.int32),
-        lengths_B=torch.ones(5, dtype=torch.int32),
-        query_starts_B1=torch.arange(6, dtype=torch.int32),
-        host_lengths=np.ones(5, np.int32),
-        host_query_lengths=np.ones(5, np.int32),
+        num_decodes=case.num_decodes,
+        page_table_BP=torch.zeros((rows, 3), dtype=torch.int32),
+        lengths_B=torch.ones(rows, dtype=torch.int32),
+        query_starts_B1=torch.arange(rows + 1, dtype=torch.int32),
+        host_lengths=np.ones(rows, np.int32),
+        host_query_lengths=np.ones(rows, np.int32),
     )
-    q_TNH = torch.zeros((5, case.num_heads + 2 * case.num_kv_heads, case.head_size), dtype=dtype)[:, : case.num_heads]
+    q_TNH = torch.zeros((rows, case.num_heads + 2 * case.num_kv_heads, case.head_size), dtype=dtype)[
+        :, : case.num_heads
+    ]
     every: list[DecodeTiles | PrefillTiles | None] = [None]
     if case.every_candidate and candidates:
         every += decode_candidates(spec.value_size, dtype.itemsize, H200, not pool.format.plain)
         every += prefill_candidates(spec.value_size, dtype.itemsize, H200)
-    rows = []
+    found = []
     for tiles in every:
         attention.plan_step(batch, tiles)
         attention.attend(0, q_TNH)
         for kernel in compiler.kernels:
             stats = resources(kernel) | copies(kernel) | order(kernel)
-            rows.append({"kernel": kernel.metadata.name, **asdict(case), "tiles": repr(tiles or "default"), **stats})
+            found.append({"kernel": kernel.metadata.name, **asdict(case), "tiles": repr(tiles or "default"), **stats})
         compiler.kernels.clear()
-    return rows
+    return found
 
 
 def copies(kernel: Any) -> dict[str, int]:
@@ -150,7 +158,9 @@ def main() -> None:
     dependent_launch.has_dependent_launch = lambda device: True
     compiler = Compiler()
     for name in KERNELS:
-        compiler.watch(name)
+        compiler.watch(backend, name)
+    for name in SHARED_KERNELS:
+        compiler.watch(prefix, name)
     for case in CASES[: arguments.cases]:
         for row in launch(case, compiler, arguments.candidates):
             print(json.dumps(row), flush=True)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.plugins.attention.triton import backend
+from engine.plugins.attention.triton import backend, prefix
 from engine.plugins.attention.triton.tiles import GpuProcessors
 
 KERNELS = ("decode_attention", "merge_parts", "prefill_attention")
+SHARED_KERNELS = ("compare_rows", "choose_rows", "shared_attention")  # of rows that share pages
 H200 = GpuProcessors("NVIDIA H200", count=132, shared_bytes=227 << 10)
 
 
@@ -34,8 +35,9 @@ class Recorder:
     fails: dict[str, Any] = field(default_factory=dict)
 
     def replace_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in KERNELS:
-            monkeypatch.setattr(backend, name, _Kernel(name, self))
+        for module, names in ((backend, KERNELS), (prefix, SHARED_KERNELS)):
+            for name in names:
+                monkeypatch.setattr(module, name, _Kernel(name, self))
 
     def taken(self) -> list[Launch]:
         """What has been launched since the last call."""

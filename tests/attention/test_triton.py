@@ -63,12 +63,22 @@ def shapes(made: list[Launch]) -> list[object]:
 def test_launches_follow_from_shapes_alone(recorder: Recorder) -> None:
     """So a captured decode step can be replayed for other lengths; the tensors here could not even be asked."""
     backend = backend_of(spec_of())
-    short = launches(recorder, backend, batch_of(48, length=1))
-    long = launches(recorder, backend, batch_of(48, length=120))
+    short = launches(recorder, backend, batch_of(24, length=1))
+    long = launches(recorder, backend, batch_of(24, length=120))
     assert [one.kernel for one in short] == ["decode_attention", "merge_parts"]
     assert shapes(short) == shapes(long)
     assert short[0].grid == (8, 132 * 3 // 8)
-    assert short[1].grid == (16, 48)
+    assert short[1].grid == (16, 24)
+
+
+def test_rows_that_may_share_pages_are_compared_once_a_step(recorder: Recorder) -> None:
+    backend = backend_of(spec_of(window=64, first_window_layer=3))
+    backend.plan_step(batch_of(48, length=120))
+    for layer in range(4):
+        backend.attend(layer, torch.empty(48, 16, 128, dtype=torch.bfloat16, device="meta"))
+    kernels = [one.kernel for one in recorder.taken()]
+    full = ["shared_attention", "decode_attention", "merge_parts"]
+    assert kernels == ["compare_rows", "choose_rows", *full * 3, *full[1:]]
 
 
 def test_a_mixed_step_attends_to_rows_and_to_prompts(recorder: Recorder) -> None:
@@ -102,7 +112,7 @@ def test_every_query_has_a_program(recorder: Recorder, heads: tuple[int, int]) -
 
 
 def test_large_batches_merge_all_heads_of_a_group_in_one_program(recorder: Recorder) -> None:
-    _, merge = launches(recorder, backend_of(spec_of()), batch_of(512))
+    *_, merge = launches(recorder, backend_of(spec_of()), batch_of(512))
     assert (merge.grid, merge.numbers[2]) == ((8, 512), 2)
 
 
@@ -130,7 +140,7 @@ def test_tuned_tiles_serve_their_size_and_larger_ones(recorder: Recorder) -> Non
     backend.tuned.prefill[size_key(backend.shape, 1, 64)] = PrefillTiles(64, 32, 4, 2)
 
     def blocks(num_decodes: int, width: int) -> tuple[int, int]:
-        decode, _, prefill = launches(recorder, backend, batch_of(num_decodes, 1, width))
+        *_, decode, _, prefill = launches(recorder, backend, batch_of(num_decodes, 1, width))
         return decode.constants["BLOCK_N"], prefill.constants["BLOCK_N"]
 
     assert blocks(16, 4) == (16, 32)

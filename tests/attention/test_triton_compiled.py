@@ -16,12 +16,14 @@ import pytest
 pytest.importorskip("triton", reason="triton is not published for this system")
 
 from engine.plugins.attention.triton.tiles import decode_bytes, default_decode, default_prefill, padded
-from tests.attention.recorded_launches import H200, KERNELS
+from tests.attention.recorded_launches import H200, KERNELS, SHARED_KERNELS
 
 pytestmark = pytest.mark.slow
 
-NUM_CASES = 4
-LAUNCHED = [*KERNELS * 3, "prefill_attention"]  # the last case has the same bits in every step
+NUM_CASES = 5
+# The last case but one has the same bits in every step, and the last one has rows enough to share pages.
+LAUNCHED = [*KERNELS * 3, "prefill_attention", *SHARED_KERNELS, *KERNELS]
+READING = ("decode_attention", "prefill_attention", "shared_attention")
 SPILLED_BYTES = 16  # a register or two more or less, by the compiler's version, is no harm
 REGISTERS = 64 << 10  # of one processor
 
@@ -52,7 +54,7 @@ def test_every_kernel_waits_for_the_one_before_it_and_lets_the_next_one_begin(co
 
 def test_keys_and_values_come_in_pieces_of_16_bytes(compiled: list[dict[str, Any]]) -> None:
     # Float8 that becomes bfloat16 on its way into registers comes in pieces of 8 as well, by the compiler's choice.
-    reading = [row for row in compiled if row["kernel"] != "merge_parts" and not row["kv_dtype"]]
+    reading = [row for row in compiled if row["kernel"] in READING and not row["kv_dtype"]]
     assert all(row["wide"] > 0 and row["narrow"] == 0 for row in reading)
 
 
@@ -70,7 +72,7 @@ def test_decode_programs_run_side_by_side_with_tiles_on_their_way(compiled: list
 
 def test_prefill_has_every_stage_in_shared_memory(compiled: list[dict[str, Any]]) -> None:
     for row in compiled:
-        if row["kernel"] == "prefill_attention":
+        if row["kernel"] in ("prefill_attention", "shared_attention"):
             tiles = default_prefill(row["head_size"], 2, H200)
             element_bytes = 1 if row["kv_dtype"] else 2
             stages = 2 * (tiles.num_stages - 1) * tiles.block_keys * padded(row["head_size"]) * element_bytes

@@ -24,7 +24,7 @@ from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton.decode import decode_attention, merge_parts
 from engine.plugins.attention.triton.prefill import prefill_attention
-from engine.plugins.attention.triton.shared import LEAST_ROWS, SPLITS, SharedKeys
+from engine.plugins.attention.triton.prefix import LEAST_ROWS, SPLITS, SharedKeys
 from engine.plugins.attention.triton.tiles import (
     MAX_PROGRAMS_PER_PROCESSOR,
     DecodeTiles,
@@ -33,6 +33,7 @@ from engine.plugins.attention.triton.tiles import (
     default_decode,
     default_prefill,
     padded,
+    prefill_bytes,
     processors_of,
 )
 from engine.plugins.attention.triton.tuning import TileTable, nearest
@@ -176,11 +177,13 @@ class TritonAttention:
             page_size, block_keys = self.pool.page_size, self._decode.block_keys
             shared.find(batch.page_table_BP, batch.lengths_B, num_rows, page_size, block_keys, self._launch)
             self._compared = batch
-        prefill = self._default_prefill
+        tiles = msgspec.structs.replace(self._default_prefill, block_keys=self._decode.block_keys)
+        if prefill_bytes(tiles, spec.head_size, self.pool.dtype.itemsize) > self.processors.shared_bytes:
+            tiles = msgspec.structs.replace(tiles, num_stages=2)
         constants = self._constants(self._decode, 0) | {
-            "BLOCK_M": max(prefill.block_rows, padded(self._group)),
-            "num_warps": prefill.num_warps,
-            "num_stages": prefill.num_stages,
+            "BLOCK_M": max(tiles.block_rows, padded(self._group)),
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
         }
         for name in ("TAIL", "SINKS", "WINDOW", "BLOCK_B", "BLOCK_R"):
             del constants[name]

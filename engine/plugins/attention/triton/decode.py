@@ -3,7 +3,7 @@
 Legend: B decode rows, some of them · M query heads of one KV head, padded · N keys of a tile · H value size, padded
         R numbers of a key beyond its value, padded · S parts of one row
 Owns: the assignment of tiles to programs, one pass over keys and values, and merging the parts of a row.
-Does not know: prompts, the sizes of tiles, which rows share keys (``shared.py``).
+Does not know: prompts, the sizes of tiles, which rows share keys (``prefix.py``).
 
 Row b's visible keys lie in tiles of BLOCK_N positions.  The tiles of all rows form one line, and each of a fixed number
 of programs works on the same number of adjacent tiles: however ragged the lengths, all end together.  The host reads no
@@ -20,7 +20,7 @@ from engine.kernels.products import join_sink, multiply, squashed
 @triton.jit
 def visible_tiles(length, skip, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (first tile, number of tiles) visible from a row's last position; no tiles for length 0.  Scalars or
-    vectors.  skip: tiles in front that are not a row's own (``shared.py``)."""
+    vectors.  skip: tiles in front that are not a row's own (``prefix.py``)."""
     first_tile = length * 0 + skip
     if WINDOW > 0:
         first_tile = tl.maximum(length - WINDOW, 0) // BLOCK_N
@@ -185,13 +185,14 @@ def decode_attention(
             weight_M = sum_M
             highest_M = tl.where(alone, tl.maximum(highest_M, sink_M), highest_M)
         out_MH = out_MH / tl.where(weight_M > 0, weight_M, 1.0)[:, None]
-        if whole & (skip > 0):
-            own = (SPLITS * num_rows + row).to(tl.int64) * (NUM_GROUPS * GROUP)
-            tl.store(shared_out + own * HEAD_SIZE + place_MH, out_MH, mask=live_MH)
-            tl.store(shared_weight + own + place_M, highest_M + tl.log2(weight_M), mask=m_M < GROUP)
-        elif whole:
+        if SHARED:  # noqa: SIM102 - the compiler decides this one
+            if whole & (skip > 0):
+                own = (SPLITS * num_rows + row).to(tl.int64) * (NUM_GROUPS * GROUP)
+                tl.store(shared_out + own * HEAD_SIZE + place_MH, out_MH, mask=live_MH)
+                tl.store(shared_weight + own + place_M, highest_M + tl.log2(weight_M), mask=m_M < GROUP)
+        if whole:  # of a row that shares, what is merged with it comes later
             row_out = out + row.to(tl.int64) * (NUM_GROUPS * GROUP * HEAD_SIZE)
-            tl.store(row_out + place_MH, out_MH.to(out.dtype.element_ty), mask=live_MH)
+            tl.store(row_out + place_MH, out_MH.to(out.dtype.element_ty), mask=live_MH & (skip == 0))
         else:
             part = share * 2 + (tile == row_begin).to(tl.int32)
             tl.store(part_out + part * (NUM_GROUPS * GROUP * HEAD_SIZE) + place_MH, out_MH, mask=live_MH)

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.kernels.dependent_launch import let_next_begin, wait_for_previous
 from engine.plugins.attention.triton.prefill import attend_tile
 
-LEAST_ROWS: Final = 16  # of a batch: with fewer, launches take longer than reading keys again
+LEAST_ROWS: Final = 32  # of a batch: with fewer, launches take longer than reading keys again
 SPLITS: Final = 4  # of the shared keys, so that a long prefix has enough programs
 ROWS_AT_ONCE: Final = 256
 CANDIDATES_AT_ONCE: Final = 16
@@ -28,7 +28,7 @@ PAGES_AT_ONCE: Final = 128
 
 
 class SharedKeys:
-    """What the decode rows of a batch share, found on the device, and the parts of their results.
+    """The pages that decode rows of a batch share, found on the device, and the parts of their results.
 
     skips_B: tiles of each row that are shared."""
 

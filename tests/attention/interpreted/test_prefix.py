@@ -8,7 +8,7 @@ from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton import backend as backend_module
 from engine.plugins.attention.triton.backend import TritonAttention
-from engine.plugins.attention.triton.shared import SharedKeys
+from engine.plugins.attention.triton.prefix import SharedKeys
 from engine.plugins.attention.triton.tiles import DecodeTiles, GpuProcessors, PrefillTiles
 from engine.plugins.support.paging import batch_on
 
@@ -122,6 +122,7 @@ def results(attention: TritonAttention, batch: AttentionBatch, q_TNH: Tensor) ->
 def test_rows_that_share_get_what_they_get_alone(
     monkeypatch: pytest.MonkeyPatch, seed: int, sinks: bool, group: int, programs: int
 ):
+    monkeypatch.setattr(backend_module, "LEAST_ROWS", 2)
     rows, spec = case(seed, sinks, group)
     attention, batch = attention_over(rows, spec, programs), rows.batch()
     q_TNH = torch.randn(len(rows.lengths), spec.num_heads, 24, generator=torch.Generator().manual_seed(2))
@@ -132,8 +133,9 @@ def test_rows_that_share_get_what_they_get_alone(
     assert together.isfinite().all()
 
 
-def test_a_replay_with_other_tables_and_lengths_finds_what_these_share():
+def test_a_replay_with_other_tables_and_lengths_finds_what_these_share(monkeypatch: pytest.MonkeyPatch):
     """One plan, and then other contents of the same tensors, as of a captured step."""
+    monkeypatch.setattr(backend_module, "LEAST_ROWS", 2)
     rows, spec = case(0, False, 2)
     attention, batch = attention_over(rows, spec, 5), rows.batch()
     q_TNH = torch.randn(len(rows.lengths), spec.num_heads, 24, generator=torch.Generator().manual_seed(2))
