@@ -20,6 +20,10 @@ T = TypeVar("T")
 
 def extras_by_row(columns: Columns) -> dict[int, StepExtras]:
     """Return row -> its extras, from one mapping of rows for each field."""
+    columns = {name: of for name, of in columns.items() if of}
+    if len(columns) == 1:
+        ((name, of),) = columns.items()
+        return {row: StepExtras(**{name: of[row]}) for row in sorted(of)}
     rows = {row for values in columns.values() for row in values}
     return {row: StepExtras(**{name: of[row] for name, of in columns.items() if row in of}) for row in sorted(rows)}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.execution.prompts import Columns, Int64, PromptSegment, Wanted
 from engine.messages import Admission
 from engine.models.model import Model
-from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logprobs
+from engine.sampling.logprobs import BatchLogprobs, joined_logprobs
 from engine.sampling.sampler import Sampler
 from engine.types.logprobs import PromptLogprobs
 
@@ -112,5 +112,5 @@ def _scores(
     for first in range(0, len(states_ED), SCORED_ROWS):
         part = slice(first, first + SCORED_ROWS)
         logits_eV, num_top = sampler.scaled(model.logits(states_ED[part]), asked.rows_E[part]), asked.num_top_E[part]
-        parts.append(batch_logprobs(logits_eV, on_device_E[part], np.arange(len(num_top)), num_top))
+        parts.append(sampler.logprobs(logits_eV, on_device_E[part], np.arange(len(num_top)), num_top))
     return ScoredPrompts(joined_logprobs(parts), scored)

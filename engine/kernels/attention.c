@@ -24,6 +24,7 @@
 #define COLUMNS 2
 #endif
 #define TILE 6
+#define LINE 16  /* numbers of a line of a cache */
 #define KEYS 128 /* of a block */
 #define ROWS 96  /* of an item: they share the packing of a block of keys */
 
@@ -287,12 +288,22 @@ static void meet(int rows, int64_t row, const Scratch *in, int64_t wide, const i
         add(1, in, in->scores + r * KEYS, results + r * wide, wide, all_to, to[r]);
 }
 
+/* Fetches numbers of keys or values from:to before they are read: a CPU does not foresee the places of pages. */
+INLINE void fetch(const float *heads, const int64_t *at, int64_t from, int64_t to, int64_t numbers) {
+    for (int64_t k = from; k < to; k++)
+        for (int64_t h = 0; h < numbers; h += LINE) __builtin_prefetch(heads + at[k] + h);
+}
+
 /* Processes a block for the rows of one position: a few keys for all groups of heads, then the next, as they lie. */
 static void meet_together(int64_t heads, int64_t groups, Scratch *in, const float *keys, const float *values, int64_t H,
                           int64_t from, int64_t to) {
     int64_t step = groups == 1 ? KEYS : W, size;
     for (int64_t k = from, next; k < to; k = next) {
         next = k / step * step + step < to ? k / step * step + step : to;
+        if (next < to)
+            fetch(keys, in->at_K, next, next + W < to ? next + W : to, groups * H);
+        else
+            fetch(values, in->at_K, from, from + W < to ? from + W : to, groups * H);
         for (int64_t g = 0; g < groups; g++) {
             in->keys = heads <= 2 ? keys + g * H : NULL;
             if (!in->keys) pack_keys(in, keys + g * H, H, k, next);
@@ -312,6 +323,7 @@ static void meet_together(int64_t heads, int64_t groups, Scratch *in, const floa
     in->values_at_K = in->at_K;
     for (int64_t k = from, next; k < to; k = next) {
         next = k / step * step + step < to ? k / step * step + step : to;
+        fetch(values, in->at_K, next, next + W < to ? next + W : to, groups * H);
         for (int64_t g = 0; g < groups; g++) {
             in->values = values + g * H;
             for (int64_t r = 0; r < heads; r += size) {
@@ -399,24 +411,30 @@ int64_t attention_plan(Attention *is, int64_t window, int64_t threads, int32_t *
     return -1;
 }
 
+/* A layer of a step. */
+typedef struct {
+    const Attention *step;
+    const float *q_TQH, *keys_SGH, *values_SGH;
+    float *out_TQH;
+    int64_t window;
+} Layer;
+
+static void attend_of(const void *of, int64_t number, int64_t thread) {
+    const Layer *layer = of;
+    const Attention *is = layer->step;
+    int64_t i = is->I * is->G - 1 - number; /* a prompt's last items see most keys, so they go first */
+    int64_t item = i / is->G, g = i % is->G, b = is->items_I2[2 * item], end = g + 1;
+    if (is->together && (is->query_starts_B1[b + 1] - is->query_starts_B1[b]) * is->Q <= ROWS) {
+        if (g) return;
+        end = is->G;
+    }
+    Scratch in = scratch_at(is->scratch + thread * attention_scratch(is->H), is->H);
+    attend_item(is, layer->q_TQH, layer->keys_SGH, layer->values_SGH, layer->out_TQH, layer->window, item, g, end, &in);
+}
+
 /* Writes out_TQH for the tokens of all sequences.  window: keys that a query sees, counted back; 0 for all. */
 void attend(const Attention *is, const float *q_TQH, const float *keys_SGH, const float *values_SGH, float *out_TQH,
             int64_t window) {
-    int64_t next = 0;
-#pragma omp parallel num_threads(is->threads) if (is->threads > 1)
-    {
-        int64_t own;
-#pragma omp atomic capture
-        own = next++;
-        Scratch in = scratch_at(is->scratch + own * attention_scratch(is->H), is->H);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = is->I * is->G - 1; i >= 0; i--) { /* a prompt's last items see most keys, so they go first */
-            int64_t item = i / is->G, g = i % is->G, b = is->items_I2[2 * item];
-            int64_t rows = (is->query_starts_B1[b + 1] - is->query_starts_B1[b]) * is->Q;
-            if (!is->together || rows > ROWS)
-                attend_item(is, q_TQH, keys_SGH, values_SGH, out_TQH, window, item, g, g + 1, &in);
-            else if (g == 0)
-                attend_item(is, q_TQH, keys_SGH, values_SGH, out_TQH, window, item, 0, is->G, &in);
-        }
-    }
+    Layer layer = {is, q_TQH, keys_SGH, values_SGH, out_TQH, window};
+    share(is->threads, is->I * is->G, attend_of, &layer);
 }

@@ -70,7 +70,7 @@ static const Format TABLE[FORMATS] = {
 #define panels_of(M) (REGISTERS == 16 ? (M) == 1 ? 4 : (M) <= 3 ? 2 : 1 : (M) <= 2 ? 4 : (M) <= 6 ? 2 : 1)
 #define MOST_GROUP 32
 #define ROW_BLOCK_BYTES (384 << 10)
-#define SMALL_PRODUCT (1 << 17) /* multiplications below which a second thread does not pay */
+#define AT_ONCE 4 /* multiplications that take as long as a number of other loops */
 
 /* Bytes of a panel before the groups of a block, and before the integers of a group. */
 INLINE int64_t block_header(int64_t form) {
@@ -507,35 +507,53 @@ static Input rows_from(const Format *is, const Rounded *in, int64_t t) {
                    in->groups, is->size / is->group, in->parts};
 }
 
+/* A product with one part of a weight, O being the outputs of all of it, and the tiles block:last that threads compute. */
+typedef struct {
+    const Blocks *blocks;
+    const Format *format;
+    const Rounded *rounded;
+    const float *x_TI, *bias;
+    float *y;
+    int64_t x_step, O, I, T, tiles, block, last;
+} Product;
+
+static void round_of(const void *of, int64_t t, int64_t thread) {
+    const Product *is = of;
+    round_row(is->format, is->x_TI + t * is->x_step, t, is->rounded);
+}
+
+static void multiply_of(const void *of, int64_t item, int64_t thread) {
+    const Product *is = of;
+    const Blocks *blocks = is->blocks;
+    const Tile *of_kind = TILES[is->format->kind];
+    int64_t count = (blocks->O + V - 1) / V, size = is->I / is->format->size * block_bytes(is->format);
+    int64_t p = item * MOST_PANELS, T = is->T;
+    for (int64_t b = is->block; b < is->last; b++) {
+        int64_t first = b * T / is->tiles, rows = (b + 1) * T / is->tiles - first;
+        for (int64_t q = p; q < p + MOST_PANELS && q < count; q += panels_of(rows))
+            of_kind[rows](blocks->panels + q * size, size, rows_from(is->format, is->rounded, first),
+                          is->bias ? is->bias + q * V : 0, is->y + first * is->O + q * V, is->O, blocks->O - q * V);
+    }
+}
+
 /* Computes the outputs of one part of a weight; O: outputs of the weight.  Returns -1 if memory is lacking. */
 static int64_t blocks_part(const Blocks *blocks, int64_t I, const float *x_TI, int64_t x_step, const float *bias,
                            float *y, int64_t O, int64_t T, int64_t threads) {
-    const Format *is = TABLE + blocks->format;
-    const Tile *of_kind = TILES[is->kind];
-    int64_t count = (blocks->O + V - 1) / V, size = I / is->size * block_bytes(is);
-    if (T * blocks->O * I < SMALL_PRODUCT) threads = 1;
+    const Format *format = TABLE + blocks->format;
+    int64_t items = ((blocks->O + V - 1) / V + MOST_PANELS - 1) / MOST_PANELS;
+    threads = worth(threads, T * blocks->O * I / AT_ONCE);
     Rounded in;
-    char *memory = malloc(cut(0, is, blocks->parts, T, I, &in) + 1);
+    char *memory = malloc(cut(0, format, blocks->parts, T, I, &in) + 1);
     if (!memory) return -1;
-    cut(memory, is, blocks->parts, T, I, &in);
+    cut(memory, format, blocks->parts, T, I, &in);
     /* As in products.c: rows form tiles of two sizes that differ by one, and tiles form blocks that fit a cache. */
     int64_t tiles = (T + MOST_ROWS - 1) / MOST_ROWS;
     int64_t in_block = ROW_BLOCK_BYTES / (I * blocks->parts * MOST_ROWS) + 1;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < T; t++) round_row(is, x_TI + t * x_step, t, &in);
-        for (int64_t block = 0; block < tiles; block += in_block) {
-            int64_t last = block + in_block < tiles ? block + in_block : tiles;
-#pragma omp for schedule(static) nowait
-            for (int64_t p = 0; p < count; p += MOST_PANELS)
-                for (int64_t b = block; b < last; b++) {
-                    int64_t first = b * T / tiles, rows = (b + 1) * T / tiles - first;
-                    for (int64_t q = p; q < p + MOST_PANELS && q < count; q += panels_of(rows))
-                        of_kind[rows](blocks->panels + q * size, size, rows_from(is, &in, first),
-                                      bias ? bias + q * V : 0, y + first * O + q * V, O, blocks->O - q * V);
-                }
-        }
+    Product is = {blocks, format, &in, x_TI, bias, y, x_step, O, I, T, tiles, 0, 0};
+    share(threads, T, round_of, &is);
+    for (; is.block < tiles; is.block = is.last) {
+        is.last = is.block + in_block < tiles ? is.block + in_block : tiles;
+        share(threads, items, multiply_of, &is);
     }
     free(memory);
     return 0;

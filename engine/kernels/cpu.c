@@ -9,39 +9,102 @@
 
 #include "cpu.h"
 
-#define WORTH_THREADS 32768 /* numbers below which waking a thread takes longer than it saves */
-
 static float scale_of(const float *x, int64_t size, float eps) {
     float sum = 0;
     for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
     return 1 / sqrtf(sum / size + eps);
 }
 
+typedef struct {
+    float *x_TD;
+    const float *update_TD, *weight_D;
+    float *out_TD;
+    int64_t T, D;
+    float eps;
+} Norms;
+
+static void add_norm_of(const void *of, int64_t item, int64_t thread) {
+    const Norms *is = of;
+    int64_t D = is->D;
+    EACH_ROW(t, item, ROWS_AT_ONCE(D), is->T) {
+        float *x = is->x_TD + t * D, *restrict out = is->out_TD + t * D;
+        if (is->update_TD) {
+            const float *restrict update = is->update_TD + t * D;
+            for (int64_t i = 0; i < D; i++) x[i] += update[i];
+        }
+        float scale = scale_of(x, D, is->eps);
+        for (int64_t i = 0; i < D; i++) out[i] = x[i] * scale * is->weight_D[i];
+    }
+}
+
 /* update_TD: NULL to add nothing. */
 void add_norm(float *x_TD, const float *update_TD, const float *weight_D, float *out_TD, int64_t T, int64_t D,
               float eps, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && T * D > WORTH_THREADS)
-    for (int64_t t = 0; t < T; t++) {
-        float *x = x_TD + t * D, *restrict out = out_TD + t * D;
-        if (update_TD) {
-            const float *restrict update = update_TD + t * D;
-            for (int64_t i = 0; i < D; i++) x[i] += update[i];
+    Norms is = {x_TD, update_TD, weight_D, out_TD, T, D, eps};
+    share(worth(threads, T * D), ITEMS(T, ROWS_AT_ONCE(D)), add_norm_of, &is);
+}
+
+typedef struct {
+    const int64_t *positions_T;
+    const float *frequencies_R;
+    float *angles_TH;
+    int64_t T, R;
+    float scale;
+} Turns;
+
+#define NUMBERS_OF_AN_ANGLE 16 /* a cosine and a sine take as long as so many products */
+
+static void turn_of(const void *of, int64_t item, int64_t thread) {
+    const Turns *is = of;
+    int64_t R = is->R;
+    EACH_ROW(t, item, ROWS_AT_ONCE(R * NUMBERS_OF_AN_ANGLE), is->T)
+        for (int64_t i = 0; i < R; i++) {
+            float angle = is->positions_T[t] * is->frequencies_R[i];
+            is->angles_TH[2 * t * R + i] = cosf(angle) * is->scale;
+            is->angles_TH[2 * t * R + R + i] = sinf(angle) * is->scale;
         }
-        float scale = scale_of(x, D, eps);
-        for (int64_t i = 0; i < D; i++) out[i] = x[i] * scale * weight_D[i];
-    }
 }
 
 /* R cosines of each position, then R sines. */
 void turn(const int64_t *positions_T, const float *frequencies_R, float *angles_TH, int64_t T, int64_t R, float scale,
           int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && T * R > WORTH_THREADS)
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t i = 0; i < R; i++) {
-            float angle = positions_T[t] * frequencies_R[i];
-            angles_TH[2 * t * R + i] = cosf(angle) * scale;
-            angles_TH[2 * t * R + R + i] = sinf(angle) * scale;
+    Turns is = {positions_T, frequencies_R, angles_TH, T, R, scale};
+    int64_t numbers = R * NUMBERS_OF_AN_ANGLE;
+    share(worth(threads, T * numbers), ITEMS(T, ROWS_AT_ONCE(numbers)), turn_of, &is);
+}
+
+typedef struct {
+    const float *qkv_TAH, *weight_RH, *angles_TP;
+    const int64_t *slots_T;
+    float *q_TQH, *keys_SGH, *values_SGH;
+    int64_t T, Q, G, H, pairs;
+    float eps;
+} Heads;
+
+static void rotate_and_store_of(const void *of, int64_t item, int64_t thread) {
+    const Heads *is = of;
+    const int64_t *slots_T = is->slots_T;
+    int64_t Q = is->Q, G = is->G, H = is->H, pairs = is->pairs, rotated = Q + G;
+    EACH_ROW(t, item, ROWS_AT_ONCE(rotated * H), is->T) {
+        const float *heads = is->qkv_TAH + t * (rotated + G) * H, *restrict cosine = is->angles_TP + t * 2 * pairs,
+                    *restrict sine = cosine + pairs;
+        float *key = is->keys_SGH + slots_T[t] * G * H;
+        for (int64_t r = 0; r < rotated; r++) {
+            if (r >= Q && slots_T[t] < 0) break;
+            const float *restrict x = heads + r * H, *restrict weight = is->weight_RH + r * H;
+            float *restrict out = r < Q ? is->q_TQH + (t * Q + r) * H : key + (r - Q) * H;
+            float scale = is->weight_RH ? scale_of(x, H, is->eps) : 1;
+            for (int64_t i = 0; i < pairs; i++) {
+                float left = x[i] * scale, right = x[i + pairs] * scale;
+                if (is->weight_RH) left *= weight[i], right *= weight[i + pairs];
+                out[i] = left * cosine[i] - right * sine[i];
+                out[i + pairs] = right * cosine[i] + left * sine[i];
+            }
+            for (int64_t i = 2 * pairs; i < H; i++) out[i] = is->weight_RH ? x[i] * scale * weight[i] : x[i];
         }
+        if (slots_T[t] >= 0)
+            memcpy(is->values_SGH + slots_T[t] * G * H, heads + rotated * H, sizeof(float) * G * H);
+    }
 }
 
 /* weight_RH: of each query and key head; NULL if heads are not normalised.  angles_TP: cosines, then sines.
@@ -52,28 +115,9 @@ int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const flo
                          int64_t Q, int64_t G, int64_t H, int64_t pairs, int64_t S, float eps, int64_t threads) {
     for (int64_t t = 0; t < T; t++)
         if (slots_T[t] >= S) return t;
-    int64_t rotated = Q + G;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && T * rotated * H > WORTH_THREADS)
-    for (int64_t t = 0; t < T; t++) {
-        const float *heads = qkv_TAH + t * (rotated + G) * H, *restrict cosine = angles_TP + t * 2 * pairs,
-                    *restrict sine = cosine + pairs;
-        float *key = keys_SGH + slots_T[t] * G * H;
-        for (int64_t r = 0; r < rotated; r++) {
-            if (r >= Q && slots_T[t] < 0) break;
-            const float *restrict x = heads + r * H, *restrict weight = weight_RH + r * H;
-            float *restrict out = r < Q ? q_TQH + (t * Q + r) * H : key + (r - Q) * H;
-            float scale = weight_RH ? scale_of(x, H, eps) : 1;
-            for (int64_t i = 0; i < pairs; i++) {
-                float left = x[i] * scale, right = x[i + pairs] * scale;
-                if (weight_RH) left *= weight[i], right *= weight[i + pairs];
-                out[i] = left * cosine[i] - right * sine[i];
-                out[i + pairs] = right * cosine[i] + left * sine[i];
-            }
-            for (int64_t i = 2 * pairs; i < H; i++) out[i] = weight_RH ? x[i] * scale * weight[i] : x[i];
-        }
-        if (slots_T[t] >= 0)
-            memcpy(values_SGH + slots_T[t] * G * H, heads + rotated * H, sizeof(float) * G * H);
-    }
+    Heads is = {qkv_TAH, weight_RH, angles_TP, slots_T, q_TQH, keys_SGH, values_SGH, T, Q, G, H, pairs, eps};
+    int64_t numbers = (Q + G) * H;
+    share(worth(threads, T * numbers), ITEMS(T, ROWS_AT_ONCE(numbers)), rotate_and_store_of, &is);
     return -1;
 }
 
@@ -95,15 +139,27 @@ static inline float exp_below_one(float x) {
     return sum * power;
 }
 
-/* silu(x) * y of merged gates and ups. */
-void gate(const float *gate_up_T2I, float *out_TI, int64_t T, int64_t I, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && T * I > WORTH_THREADS)
-    for (int64_t t = 0; t < T; t++) {
-        const float *restrict x = gate_up_T2I + 2 * t * I, *restrict y = x + I;
-        float *restrict out = out_TI + t * I;
+typedef struct {
+    const float *gate_up_T2I;
+    float *out_TI;
+    int64_t T, I;
+} Gates;
+
+static void gate_of(const void *of, int64_t item, int64_t thread) {
+    const Gates *is = of;
+    int64_t I = is->I;
+    EACH_ROW(t, item, ROWS_AT_ONCE(I), is->T) {
+        const float *restrict x = is->gate_up_T2I + 2 * t * I, *restrict y = x + I;
+        float *restrict out = is->out_TI + t * I;
         for (int64_t i = 0; i < I; i++) {
             float power = exp_below_one(-fabsf(x[i]));
             out[i] = x[i] * (x[i] >= 0 ? 1 : power) / (1 + power) * y[i];
         }
     }
+}
+
+/* silu(x) * y of merged gates and ups. */
+void gate(const float *gate_up_T2I, float *out_TI, int64_t T, int64_t I, int64_t threads) {
+    Gates is = {gate_up_T2I, out_TI, T, I};
+    share(worth(threads, T * I), ITEMS(T, ROWS_AT_ONCE(I)), gate_of, &is);
 }

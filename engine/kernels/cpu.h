@@ -12,6 +12,17 @@ struct Weight {
     void (*rows)(const Weight *weight, const int64_t *outputs_T, float *out_TI, int64_t T);
 };
 
+/* team.c */
+typedef void (*Item)(const void *of, int64_t item, int64_t thread);
+void together(int64_t threads, void (*whole)(void *of), void *of);
+void share(int64_t threads, int64_t count, Item run, const void *of);
+int64_t worth(int64_t threads, int64_t numbers);
+/* Rows that are one item of a loop, if a row has so many numbers; for rows first:last of T rows. */
+#define ROWS_AT_ONCE(numbers) ((numbers) < 4096 ? 4096 / ((numbers) + 1) + 1 : 1)
+#define EACH_ROW(t, item, at_once, T) \
+    for (int64_t t = (item) * (at_once); t < ((item) + 1) * (at_once) && t < (T); t++)
+#define ITEMS(T, at_once) (((T) + (at_once) - 1) / (at_once))
+
 /* cpu.c */
 void add_norm(float *x_TD, const float *update_TD, const float *weight_D, float *out_TD, int64_t T, int64_t D,
               float eps, int64_t threads);
@@ -60,4 +71,4 @@ void gate_norm(const float *o_TI, const float *z_TI, int64_t z_step, const float
                int64_t is_sigmoid, int64_t threads);
 
 /* draw.c */
-void likeliest(const float *logits_nV, int64_t *token_ids_n, int64_t n, int64_t V);
+void likeliest(const float *logits_nN, int64_t *token_ids_n, int64_t n, int64_t N, int64_t threads);

@@ -36,8 +36,13 @@ class CPUKernels:
         self._gate = library.gate
         self._gate.argtypes, self._gate.restype = [pointer] * 2 + [size] * 3, None
         self._draw, self._likeliest = library.draw, library.likeliest
-        self._draw.argtypes, self._likeliest.argtypes = [pointer] * 5 + [size] * 3, [pointer] * 2 + [size] * 2
-        self._draw.restype = self._likeliest.restype = None
+        self._draw.argtypes, self._likeliest.argtypes = [pointer] * 5 + [size] * 4, [pointer] * 2 + [size] * 3
+        self._weigh_and_draw = library.weigh_and_draw
+        self._weigh_and_draw.argtypes = [pointer] * 7 + [size] * 5
+        self._draw.restype = self._likeliest.restype = self._weigh_and_draw.restype = None
+        self._weigh, self._log_sums = library.weigh_rows, library.log_sums
+        self._weigh.argtypes, self._log_sums.argtypes = [pointer] * 5 + [size] * 4, [pointer] * 3 + [size] * 3
+        self._weigh.restype = self._log_sums.restype = None
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add ``update_TD`` in place, if it is given, and return the norm of the sum."""
@@ -101,15 +106,31 @@ class CPUKernels:
         self._gate(*pointers, num_rows, outputs // 2, torch.get_num_threads())
         return out_TI
 
-    def draw(self, weights_nW: Tensor, sums_nC: Tensor, starts_n: Tensor, positions_n: Tensor) -> Tensor:
-        """Return the tokens that ``engine/sampling/draw.py`` draws for these streams and positions, to the bit.
-
-        sums_nC: its ``block_sums``."""
+    def draw(self, weights_nW: Tensor, num_blocks: int, starts_n: Tensor, positions_n: Tensor) -> Tensor:
+        """Return the tokens that ``engine/sampling/draw.py`` draws for these streams and positions, except that a
+        number on the border between two tokens may give the other one."""
         assert weights_nW.is_contiguous(), "weights must be contiguous"
-        (n, width), num_blocks = weights_nW.shape, sums_nC.shape[1]
+        n, width = weights_nW.shape
+        sums_nC, token_ids_n = weights_nW.new_empty((n, num_blocks)), torch.empty(n, dtype=torch.int64)
+        operands = (weights_nW, sums_nC, starts_n.contiguous(), positions_n.contiguous(), token_ids_n)
+        self._draw(*(one.data_ptr() for one in operands), n, width, num_blocks, torch.get_num_threads())
+        return token_ids_n
+
+    def weighed_and_drawn(
+        self, logits_nV: Tensor, inverse_temperature_n: Tensor, width: int, num_blocks: int, starts_n: Tensor,
+        positions_n: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return what ``draw`` returns for the weights of ``weighed``; -1 if the largest logit is not finite or one is
+        NaN."""
+        logits_nV = logits_nV.contiguous()
+        assert logits_nV.dtype == torch.float32, f"{logits_nV.dtype} is not float32"
+        n, vocab_size = logits_nV.shape
+        weights_nW, sums_nC = logits_nV.new_empty((n, width)), logits_nV.new_empty((n, num_blocks))
         token_ids_n = torch.empty(n, dtype=torch.int64)
-        operands = (weights_nW, sums_nC.contiguous(), starts_n.contiguous(), positions_n.contiguous(), token_ids_n)
-        self._draw(*(one.data_ptr() for one in operands), n, num_blocks, width // num_blocks)
+        read = (logits_nV, inverse_temperature_n, weights_nW, sums_nC)
+        operands = (*read, starts_n.contiguous(), positions_n.contiguous(), token_ids_n)
+        sizes = (n, vocab_size, width, num_blocks, torch.get_num_threads())
+        self._weigh_and_draw(*(one.data_ptr() for one in operands), *sizes)
         return token_ids_n
 
     def likeliest(self, logits_nV: Tensor) -> Tensor:
@@ -117,8 +138,32 @@ class CPUKernels:
         logits_nV = logits_nV.contiguous()
         assert logits_nV.dtype == torch.float32, f"{logits_nV.dtype} is not float32"
         token_ids_n = torch.empty(len(logits_nV), dtype=torch.int64)
-        self._likeliest(logits_nV.data_ptr(), token_ids_n.data_ptr(), *logits_nV.shape)
+        self._likeliest(logits_nV.data_ptr(), token_ids_n.data_ptr(), *logits_nV.shape, torch.get_num_threads())
         return token_ids_n
+
+    def weighed(
+        self, logits_nV: Tensor, inverse_temperature_n: Tensor, width: int, *, with_weights: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return each row's largest logit, NaN if one is NaN; scores_nW and weights_nW as ``engine/sampling/draw.py``
+        has them."""
+        logits_nV = logits_nV.contiguous()
+        assert logits_nV.dtype == torch.float32, f"{logits_nV.dtype} is not float32"
+        n, vocab_size = logits_nV.shape
+        top_n, scores_nW = logits_nV.new_empty(n), logits_nV.new_empty((n, width))
+        weights_nW = torch.empty_like(scores_nW) if with_weights else None
+        self._weigh(
+            logits_nV.data_ptr(), inverse_temperature_n.data_ptr(), top_n.data_ptr(), scores_nW.data_ptr(),
+            None if weights_nW is None else weights_nW.data_ptr(), n, vocab_size, width, torch.get_num_threads(),
+        )  # fmt: skip
+        return top_n, scores_nW, weights_nW
+
+    def log_sums(self, x_nV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's largest number, and the logarithm of the sum of e to each number less that."""
+        x_nV = x_nV.contiguous()
+        assert x_nV.dtype == torch.float32, f"{x_nV.dtype} is not float32"
+        top_n, log_n = x_nV.new_empty(len(x_nV)), x_nV.new_empty(len(x_nV))
+        self._log_sums(x_nV.data_ptr(), top_n.data_ptr(), log_n.data_ptr(), *x_nV.shape, torch.get_num_threads())
+        return top_n, log_n
 
 
 def cpu_kernels() -> CPUKernels | None:

@@ -193,11 +193,22 @@ static int64_t begin(const Decoder *is, Attention *rows, const int64_t *rows_B, 
     return *wrong < 0 ? DONE : WRONG_ROW;
 }
 
-/* Writes logits_BV of rows_B, which have lengths_B tokens.  token_ids_B: gets the likeliest tokens, or -1; each is also
-   written as its row's next token, with 0 in place of -1.  NULL if the caller samples.  wrong: gets the index in B of
-   an impossible row; then nothing is written.  threads: at most; attention must have scratch for as many. */
-int64_t decode(const Decoder *is, const int64_t *rows_B, const int32_t *lengths_B, int64_t B, float *logits_BV,
-               int64_t *token_ids_B, int64_t threads, int64_t *wrong) {
+/* A step of B rows, and its result. */
+typedef struct {
+    const Decoder *is;
+    const int64_t *rows_B;
+    const int32_t *lengths_B;
+    float *logits_BV;
+    int64_t *token_ids_B, *wrong;
+    int64_t B, threads, failed;
+} Decode;
+
+static void decode_whole(void *of) {
+    Decode *step = of;
+    const Decoder *is = step->is;
+    const int64_t *rows_B = step->rows_B;
+    const int32_t *lengths_B = step->lengths_B;
+    int64_t B = step->B, threads = step->threads;
     Attention rows = *is->attention;
     rows.B = B;
     rows.lengths_B = lengths_B;
@@ -206,11 +217,12 @@ int64_t decode(const Decoder *is, const int64_t *rows_B, const int32_t *lengths_
         while (rows.P < is->W && rows.P * rows.page_size < lengths_B[b]) rows.P++;
     Memory in;
     char *block = malloc(cut(0, is, &rows, &in));
-    if (!block) return NO_MEMORY;
+    step->failed = NO_MEMORY;
+    if (!block) return;
     cut((uintptr_t)block, is, &rows, &in);
     rows.pages_BP = in.pages_BP;
     rows.query_starts_B1 = in.starts_B1;
-    int64_t failed = begin(is, &rows, rows_B, &in, threads, wrong);
+    int64_t failed = begin(is, &rows, rows_B, &in, threads, step->wrong);
     const float *turned = NULL;
     for (const Layer *layer = is->layers; layer < is->layers + is->num_layers && !failed; layer++) {
         if (layer->frequencies_R && layer->frequencies_R != turned) {
@@ -219,18 +231,28 @@ int64_t decode(const Decoder *is, const int64_t *rows_B, const int32_t *lengths_
         }
         const float *update = layer == is->layers ? NULL : in.update_BD;
         add_norm(in.x_BD, update, layer->before_attention_D, in.normed_BD, B, is->D, layer->attention_eps, threads);
-        failed = run(is, layer, &rows, rows_B, &in, threads, wrong);
+        failed = run(is, layer, &rows, rows_B, &in, threads, step->wrong);
     }
     if (!failed) {
         add_norm(in.x_BD, in.update_BD, is->norm_D, in.normed_BD, B, is->D, is->norm_eps, threads);
         scale(in.normed_BD, B * is->D, is->logit_scale);
-        failed = multiply(&is->head, in.normed_BD, is->D, NULL, logits_BV, B, threads) ? NO_MEMORY : DONE;
+        failed = multiply(&is->head, in.normed_BD, is->D, NULL, step->logits_BV, B, threads) ? NO_MEMORY : DONE;
     }
-    if (!failed && token_ids_B) {
-        likeliest(logits_BV, token_ids_B, B, is->head.O);
+    if (!failed && step->token_ids_B) {
+        likeliest(step->logits_BV, step->token_ids_B, B, is->head.O, threads);
         for (int64_t b = 0; b < B; b++)
-            is->tokens_NM[rows_B[b] * is->M + lengths_B[b]] = token_ids_B[b] < 0 ? 0 : token_ids_B[b];
+            is->tokens_NM[rows_B[b] * is->M + lengths_B[b]] = step->token_ids_B[b] < 0 ? 0 : step->token_ids_B[b];
     }
     free(block);
-    return failed;
+    step->failed = failed;
+}
+
+/* Writes logits_BV of rows_B, which have lengths_B tokens.  token_ids_B: gets the likeliest tokens, or -1; each is also
+   written as its row's next token, with 0 in place of -1.  NULL if the caller samples.  wrong: gets the index in B of
+   an impossible row; then nothing is written.  threads: at most; attention must have scratch for as many. */
+int64_t decode(const Decoder *is, const int64_t *rows_B, const int32_t *lengths_B, int64_t B, float *logits_BV,
+               int64_t *token_ids_B, int64_t threads, int64_t *wrong) {
+    Decode step = {is, rows_B, lengths_B, logits_BV, token_ids_B, wrong, B, threads, DONE};
+    together(threads, decode_whole, &step);
+    return step.failed;
 }

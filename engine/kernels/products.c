@@ -42,7 +42,7 @@ int64_t pair_products(void) { return 0; }
    whole sums. */
 #define STEP_BLOCK 384
 #define ROWS_FOR_STEP_BLOCKS (4 * MOST_ROWS)
-#define SMALL_PRODUCT (1 << 17) /* multiplications below which a second thread does not pay */
+#define AT_ONCE 4 /* multiplications that take as long as a number of other loops */
 
 /* Number of bytes of an input element, and the integer that represents 0. */
 static int64_t parts_of(int64_t kind) { return kind == FINE_BYTES ? 2 : 1; }
@@ -335,77 +335,87 @@ static void transpose_pairs(const float *x_MI, int64_t x_step, float *restrict o
         }
 }
 
+/* A product, and what threads compute of it at the time: tiles block:last, steps at:at + now of their sums.
+   block_x: those rows by steps.  rounded, scales: all rows, if the weight is bytes.  step: panels at once. */
+typedef struct {
+    const Weight *weight;
+    const float *x_TI, *bias_O;
+    float *y_TO, *block_x, *scales;
+    char *rounded;
+    int64_t T, x_step, tiles, padded, step, block, last, at, now, ends;
+} Product;
+
+static void round_of(const void *of, int64_t t, int64_t thread) {
+    const Product *is = of;
+    int64_t I = is->weight->I;
+    round_row(is->x_TI + t * is->x_step, I, parts_of(is->weight->kind), is->scales + t * groups(I),
+              (uint8_t *)is->rounded + t * is->padded);
+}
+
+static void transpose_of(const void *of, int64_t item, int64_t thread) {
+    const Product *is = of;
+    int64_t pairs = is->weight->kind == PAIRS, T = is->T, b = is->block + item, start = is->block * T / is->tiles;
+    int64_t first = b * T / is->tiles, end = (b + 1) * T / is->tiles;
+    int64_t input = pairs ? 2 * is->at : is->at, inputs = is->ends ? is->weight->I - input : pairs ? 2 * is->now : is->now;
+    (pairs ? transpose_pairs : transpose)(is->x_TI + first * is->x_step + input, is->x_step,
+                                          is->block_x + (first - start) * is->now, end - first, inputs);
+}
+
+static void multiply_of(const void *of, int64_t item, int64_t thread) {
+    const Product *is = of;
+    const Weight *weight = is->weight;
+    int bytes = weight->kind >= BYTES;
+    int64_t p = item * is->step, size = panel_bytes(weight), T = is->T, O = weight->O, start = is->block * T / is->tiles;
+    const char *panel = (const char *)weight->panels + p * size;
+    const float *bias = is->bias_O && is->ends ? is->bias_O + p * P : 0;
+    for (int64_t b = is->block; b < is->last; b++) {
+        int64_t first = b * T / is->tiles, rows = (b + 1) * T / is->tiles - first;
+        Input in = {is->at, is->now, is->block_x + (bytes ? 0 : (first - start) * is->now),
+                    is->scales + first * groups(weight->I), (uint8_t *)is->rounded + first * is->padded};
+        float *y = is->y_TO + first * O + p * P;
+#if TILE_ROWS
+        if (bytes && rows > MOST_BYTE_ROWS) {
+            wide_byte_tile(weight, panel, in, bias, y, O - p * P, rows);
+            continue;
+        }
+#endif
+        TILES[bytes ? BYTES : weight->kind][rows](weight, panel, size, in, bias, y, O - p * P);
+    }
+}
+
 /* A Weight's ``product``.  x_step: distance of two rows.  bias_O: NULL for none.  threads: at most.  Returns 0, or -1 if memory is lacking. */
 int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
                 int64_t threads) {
-    int64_t O = weight->O, I = weight->I, count = (O + P - 1) / P, size = panel_bytes(weight);
-    int64_t padded = groups(I) * G * parts_of(weight->kind);
+    int64_t O = weight->O, I = weight->I, padded = groups(I) * G * parts_of(weight->kind);
     int bytes = weight->kind >= BYTES;
-    const Tile *of_kind = TILES[bytes ? BYTES : weight->kind];
-    if (T * O * I < SMALL_PRODUCT) threads = 1;
-    char *rounded = 0;
-    float *scales = 0;
-    if (bytes) {
-        rounded = malloc(T * (padded + groups(I) * sizeof(float)) + 1);
-        if (!rounded) return -1;
-        scales = (float *)(rounded + T * padded);
-    }
+    threads = worth(threads, T * O * I / AT_ONCE);
     /* Rows form tiles of two sizes that differ by one; the larger size sets the number of panels at once.  Tiles form
        blocks that fit a core's cache together with those panels. */
     int64_t most = bytes ? MOST_BYTE_ROWS : MOST_ROWS;
     if (bytes && TILE_ROWS && T > most && tiles_allowed()) most = TILE_ROWS;
     int64_t tiles = (T + most - 1) / most;
     int64_t rows = tiles ? (T - 1) / tiles + 1 : 0;
-    int64_t step = bytes ? byte_panels_of(rows) : panels_of(rows);
-    int64_t steps = steps_of(weight->kind, I), inputs_of_step = weight->kind == PAIRS ? 2 : 1;
+    int64_t steps = steps_of(weight->kind, I);
     int64_t at_once = !bytes && T > ROWS_FOR_STEP_BLOCKS ? STEP_BLOCK : steps;
     if (at_once > steps) at_once = steps ? steps : 1; /* a weight may have no inputs */
     int64_t row_bytes = bytes ? padded : at_once * (int64_t)sizeof(float);
     int64_t in_block = row_bytes ? ROW_BLOCK_BYTES / (row_bytes * most) + 1 : tiles;  /* a weight may have no inputs */
     if (in_block > tiles) in_block = tiles;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        float *block_x = bytes ? 0 : malloc(in_block * rows * row_bytes + 1);
-        if (!bytes && !block_x) failed = 1;
-        if (bytes) {
-#pragma omp for schedule(static)
-            for (int64_t t = 0; t < T; t++)
-                round_row(x_TI + t * x_step, I, parts_of(weight->kind), scales + t * groups(I),
-                          (uint8_t *)rounded + t * padded);
+    char *memory = malloc((bytes ? T * (padded + groups(I) * (int64_t)sizeof(float)) : in_block * rows * row_bytes) + 1);
+    if (!memory) return -1;
+    Product is = {weight, x_TI, bias_O, y_TO, (float *)memory, (float *)(memory + (bytes ? T * padded : 0)), memory, T,
+                  x_step, tiles, padded, bytes ? byte_panels_of(rows) : panels_of(rows), 0, 0, 0, 0, 0};
+    int64_t items = ((O + P - 1) / P + is.step - 1) / is.step;
+    if (bytes) share(threads, T, round_of, &is);
+    for (; is.block < tiles; is.block = is.last) {
+        is.last = is.block + in_block < tiles ? is.block + in_block : tiles;
+        for (is.at = 0; is.at == 0 || is.at < steps; is.at += at_once) {
+            is.now = steps - is.at < at_once ? steps - is.at : at_once, is.ends = is.at + is.now == steps;
+            if (!bytes) share(worth(threads, T * is.now), is.last - is.block, transpose_of, &is);
+            share(threads, items, multiply_of, &is);
         }
-        for (int64_t block = 0; block < tiles; block += in_block) {
-            int64_t last = block + in_block < tiles ? block + in_block : tiles, start = block * T / tiles;
-            for (int64_t at = 0; at == 0 || at < steps; at += at_once) {
-                int64_t now = steps - at < at_once ? steps - at : at_once, ends = at + now == steps;
-                int64_t input = at * inputs_of_step, inputs = ends ? I - input : now * inputs_of_step;
-                for (int64_t b = block; block_x && b < last; b++) {
-                    int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
-                    (weight->kind == PAIRS ? transpose_pairs : transpose)(
-                        x_TI + first * x_step + input, x_step, block_x + (first - start) * now, end - first, inputs);
-                }
-#pragma omp for schedule(static) nowait /* a thread goes on with the sums that it began */
-                for (int64_t p = 0; p < count; p += step)
-                    for (int64_t b = block; b < last && (bytes || block_x); b++) {
-                        int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
-                        Input in = {at, now, block_x + (bytes ? 0 : (first - start) * now), scales + first * groups(I),
-                                    (uint8_t *)rounded + first * padded};
-                        const char *panel = (const char *)weight->panels + p * size;
-                        const float *bias = bias_O && ends ? bias_O + p * P : 0;
-                        float *y = y_TO + first * O + p * P;
-#if TILE_ROWS
-                        if (bytes && end - first > MOST_BYTE_ROWS) {
-                            wide_byte_tile(weight, panel, in, bias, y, O - p * P, end - first);
-                            continue;
-                        }
-#endif
-                        of_kind[end - first](weight, panel, size, in, bias, y, O - p * P);
-                    }
-            }
-        }
-        free(block_x);
     }
-    free(rounded);
-    return failed ? -1 : 0;
+    free(memory);
+    return 0;
 }
 #endif

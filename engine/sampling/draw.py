@@ -51,14 +51,18 @@ def _mixed(x_N: Tensor) -> Tensor:
     return x_N ^ ((x_N >> 31) & ((1 << 33) - 1))
 
 
+def padded_width(vocab_size: int) -> int:
+    """Return W of a vocabulary."""
+    return -(-vocab_size // BLOCK) * BLOCK
+
+
 def padded_scores(logits_nV: Tensor, top_n: Tensor, inverse_temperature_n: Tensor) -> Tensor:
     """Return scores_nW = (logit - top) / temperature in float32, at most 0; -inf in the padding.
 
     top_n: each row's largest logit.  Rows whose top is not finite become NaN or -inf; other rows are not affected.
     """
     n, vocab_size = logits_nV.shape
-    width = -(-vocab_size // BLOCK) * BLOCK
-    scores_nW = torch.empty((n, width), dtype=torch.float32, device=logits_nV.device)
+    scores_nW = torch.empty((n, padded_width(vocab_size)), dtype=torch.float32, device=logits_nV.device)
     scores_nW[:, vocab_size:].fill_(-torch.inf)
     inside_nV = scores_nW[:, :vocab_size]
     torch.sub(logits_nV, top_n.to(torch.float32)[:, None], out=inside_nV)

@@ -6,7 +6,7 @@ Owns: computing them on the device, and their form in messages.  Does not know: 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from engine.types.logprobs import Logprobs
 from engine.types.params import MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from engine.kernels.cpu import CPUKernels
 
 ALIGNED = 8  # 16-bit logits of a 16-byte load of a GPU
 
@@ -73,6 +76,8 @@ class BatchLogprobs:
     def messages(self) -> dict[int, Logprobs]:
         """Return index in the batch -> log probabilities.  The tensors must be on the host."""
         chosen, top_ids, top = self.chosen_L.tolist(), self.top_ids_LK.numpy(), self.top_LK.numpy()
+        if not top.shape[1] and self.named is None:
+            return {at: Logprobs(logprob=one) for at, one in zip(self.at.tolist(), chosen, strict=True)}
         messages = {
             at: Logprobs(logprob=chosen[i], top_ids=top_ids[i, :num].tobytes(), top_logprobs=top[i, :num].tobytes())
             for i, (at, num) in enumerate(zip(self.at.tolist(), self.num_top.tolist(), strict=True))
@@ -90,8 +95,9 @@ class BatchLogprobs:
         """Return the fields of ``StepExtras``: row -> those of its first token, and of later tokens if it has any."""
         first: dict[int, Logprobs] = {}
         later: dict[int, tuple[Logprobs, ...]] = {}
-        for at, one in self.messages().items():
-            row = int(rows_N[at])
+        messages = self.messages()
+        rows = rows_N[np.fromiter(messages, np.int64, len(messages))].tolist()
+        for row, one in zip(rows, messages.values(), strict=True):
             if row in first:
                 later[row] = (*later.get(row, ()), one)
             else:
@@ -105,21 +111,42 @@ def batch_logprobs(
     at: npt.NDArray[np.int64],
     num_top: npt.NDArray[np.int64],
     named: Named | None = None,
+    on_cpu: "CPUKernels | None" = None,
 ) -> BatchLogprobs:
-    """Compute the log probabilities of rows ``at``.  The numbers of a failed row (token -1) have no meaning."""
-    at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
-    asked_LV, vocab_size = logits_NV.index_select(0, at_L).to(torch.float32), logits_NV.shape[1]
-    if odd := -vocab_size % ALIGNED:
-        # A GPU's order of additions depends on a row's alignment in memory, so rows are padded to be aligned.
-        asked_LV = F.pad(asked_LV, (0, odd), value=-torch.inf)
-    logprobs_LV = torch.log_softmax(asked_LV, dim=-1)[:, :vocab_size]
-    chosen_L1 = logprobs_LV.gather(1, token_ids_N.index_select(0, at_L).clamp(min=0)[:, None])
+    """Compute the log probabilities of rows ``at``.  The numbers of a failed row (token -1) have no meaning.
+
+    on_cpu: adds each row's exponentials."""
+    vocab_size = logits_NV.shape[1]
+    if len(at) == len(logits_NV):  # they are sorted, so these are all rows
+        asked_LV, asked_L = logits_NV.to(torch.float32), token_ids_N
+    else:
+        at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
+        asked_LV, asked_L = logits_NV.index_select(0, at_L).to(torch.float32), token_ids_N.index_select(0, at_L)
+    asked_L1 = asked_L.clamp(min=0)[:, None]
     # All or none, so that the choice among equal tokens does not depend on other rows.
     wants_none = logits_NV.device.type == "cpu" and not num_top.any()
+    if on_cpu is not None:
+        top_L, log_L = on_cpu.log_sums(asked_LV)
+        if wants_none and named is None:
+            chosen_L = asked_LV.gather(1, asked_L1).squeeze(1).sub_(top_L).sub_(log_L)
+            none_L0 = chosen_L.new_empty((len(at), 0))
+            return BatchLogprobs(at, num_top, chosen_L, none_L0.to(torch.int32), none_L0, named)
+        logprobs_LV = (asked_LV - top_L[:, None]).sub_(log_L[:, None])
+    else:
+        logprobs_LV = _log_softmax(asked_LV)
+    chosen_L1 = logprobs_LV.gather(1, asked_L1)
     top_LK, top_ids_LK = logprobs_LV.topk(0 if wants_none else min(MAX_LOGPROBS, vocab_size), dim=-1)
     if named is not None:
         named = replace(named, values_LW=logprobs_LV.gather(1, named.ids_LW))
     return BatchLogprobs(at, num_top, chosen_L1.squeeze(1), top_ids_LK.to(torch.int32), top_LK, named)
+
+
+def _log_softmax(asked_LV: Tensor) -> Tensor:
+    vocab_size = asked_LV.shape[1]
+    if odd := -vocab_size % ALIGNED:
+        # A GPU's order of additions depends on a row's alignment in memory, so rows are padded to be aligned.
+        asked_LV = F.pad(asked_LV, (0, odd), value=-torch.inf)
+    return torch.log_softmax(asked_LV, dim=-1)[:, :vocab_size]
 
 
 def joined_logprobs(parts: Sequence[BatchLogprobs]) -> BatchLogprobs:

@@ -35,8 +35,8 @@ from engine.messages import RULED_OUT
 from engine.sampling.captured import CapturedSampler, SamplingColumns
 from engine.sampling.constraints import Masks
 from engine.sampling.cuts import lowest_kept
-from engine.sampling.draw import block_sums, draw, padded_scores, uniforms, weights
-from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
+from engine.sampling.draw import BLOCK, draw, padded_scores, padded_width, uniforms, weights
+from engine.sampling.logprobs import BatchLogprobs, Named, batch_logprobs, pinned_copy
 from engine.sampling.state import (
     Adjustments,
     Draws,
@@ -123,9 +123,8 @@ class Sampler:
             masks.restore(chosen_NV, raw_RV)
         logprobs = None
         if len(batch.logprobs_at):
-            logprobs = batch_logprobs(
-                _replaced(logits_NV, scaled), token_ids_N, batch.logprobs_at, batch.num_logprobs, batch.named
-            )
+            scores_NV = _replaced(logits_NV, scaled)
+            logprobs = self.logprobs(scores_NV, token_ids_N, batch.logprobs_at, batch.num_logprobs, batch.named)
         # Last, so that a step that runs out of memory has counted nothing and can be retried.
         if batch.counted_at is not None and batch.counted_lines is not None:
             self._state.counts.add(batch.counted_lines, token_ids_N.index_select(0, batch.counted_at))
@@ -136,6 +135,12 @@ class Sampler:
         cuts, float32."""
         parts = scaled_rows(self._state, rows_E, np.zeros(len(rows_E), dtype=np.bool_))
         return _replaced(logits_EV, [(part.at, self._scores(part, logits_EV)) for part in parts])
+
+    def logprobs(
+        self, scores_NV: Tensor, token_ids_N: Tensor, at: Int64, num_top: Int64, named: Named | None = None
+    ) -> BatchLogprobs:
+        """Return the log probabilities of rows ``at``, with the same bits for drawn and for given tokens."""
+        return batch_logprobs(scores_NV, token_ids_N, at, num_top, named, self._on_cpu)
 
     def takes_likeliest(self, rows_N: Int64, positions_N: Int64) -> bool:
         """Return whether these rows need only their likeliest tokens, the first ones among equals."""
@@ -166,7 +171,8 @@ class Sampler:
         if part.draws is None:
             return logits_nV.to(torch.float32, copy=True)
         drawn_n1 = None if token_ids_N is None else token_ids_N[part.at, None].clamp(min=0)
-        return candidate_scores(part.draws, logits_nV, logits_nV.amax(dim=-1), drawn_n1)[:, : logits_nV.shape[1]]
+        scores_nW = candidate_scores(part.draws, logits_nV, drawn_n1, self._on_cpu)
+        return scores_nW[:, : logits_nV.shape[1]]
 
     def _batch_for(self, rows_N: Int64, positions_N: Int64) -> SampleBatch:
         """Return the batch, built anew only if it has changed since the last step: a steady decode step builds none."""
@@ -189,12 +195,16 @@ class Sampler:
             top_n, token_ids_n = logits_nV.max(dim=-1)
         else:
             assert positions_N is not None
-            top_n = logits_nV.amax(dim=-1)
             positions_n = positions_N[part.at] if isinstance(part.at, slice) else positions_N.index_select(0, part.at)
-            weights_nW = candidate_weights(part.draws, logits_nV, top_n)
-            starts_n = part.draws.stream_starts_n
+            starts_n, width = part.draws.stream_starts_n, padded_width(logits_nV.shape[1])
+            if self._on_cpu is not None and raw_top_n is None and part.draws.cuts is None:
+                factors_n = part.draws.inverse_temperature_n
+                return self._on_cpu.weighed_and_drawn(
+                    logits_nV, factors_n, width, width // BLOCK, starts_n, positions_n
+                )
+            top_n, weights_nW = candidate_weights(part.draws, logits_nV, self._on_cpu)
             if self._on_cpu is not None:
-                token_ids_n = self._on_cpu.draw(weights_nW, block_sums(weights_nW), starts_n, positions_n)
+                token_ids_n = self._on_cpu.draw(weights_nW, width // BLOCK, starts_n, positions_n)
             else:
                 token_ids_n = draw(weights_nW, uniforms(starts_n, positions_n))
         # The maximum of a row with a NaN is NaN, so one test on n numbers covers the vocabulary.
@@ -235,24 +245,39 @@ def _replaced(logits_NV: Tensor, scaled: Sequence[tuple[slice | Tensor, Tensor]]
     return replaced_NV
 
 
-def candidate_scores(draws: Draws, logits_nV: Tensor, top_n: Tensor, drawn_n1: Tensor | None) -> Tensor:
+def candidate_scores(
+    draws: Draws, logits_nV: Tensor, drawn_n1: Tensor | None, on_cpu: "CPUKernels | None" = None
+) -> Tensor:
     """Return scores_nW, the logarithms of candidate weights up to a number per row; -inf in what is cut.
 
     drawn_n1: a token of each row that is not cut."""
-    scores_nW = padded_scores(logits_nV, top_n, draws.inverse_temperature_n)
+    _, scores_nW, weights_nW = _weighed(draws, logits_nV, on_cpu, with_weights=draws.cuts is not None)
     if draws.cuts is not None:
-        cut_nW = scores_nW < lowest_kept(scores_nW, weights(scores_nW), draws.cuts)
+        assert weights_nW is not None, "cuts need weights"
+        cut_nW = scores_nW < lowest_kept(scores_nW, weights_nW, draws.cuts)
         scores_nW.masked_fill_(cut_nW if drawn_n1 is None else cut_nW.scatter_(1, drawn_n1, False), -torch.inf)
     return scores_nW
 
 
-def candidate_weights(draws: Draws, logits_nV: Tensor, top_n: Tensor) -> Tensor:
-    """Return weights_nW, to which the draw is proportional, after temperature and cuts."""
-    scores_nW = padded_scores(logits_nV, top_n, draws.inverse_temperature_n)
-    weights_nW = weights(scores_nW)
+def candidate_weights(draws: Draws, logits_nV: Tensor, on_cpu: "CPUKernels | None" = None) -> tuple[Tensor, Tensor]:
+    """Return each row's largest logit, and weights_nW, to which draws are proportional, after temperature and cuts."""
+    top_n, scores_nW, weights_nW = _weighed(draws, logits_nV, on_cpu)
+    assert weights_nW is not None, "they are asked for"
     if draws.cuts is not None:
         weights_nW.masked_fill_(scores_nW < lowest_kept(scores_nW, weights_nW, draws.cuts), 0.0)
-    return weights_nW
+    return top_n, weights_nW
+
+
+def _weighed(
+    draws: Draws, logits_nV: Tensor, on_cpu: "CPUKernels | None", *, with_weights: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return each row's largest logit, its scores and its weights."""
+    if on_cpu is not None:
+        width = padded_width(logits_nV.shape[1])
+        return on_cpu.weighed(logits_nV, draws.inverse_temperature_n, width, with_weights=with_weights)
+    top_n = logits_nV.amax(dim=-1)
+    scores_nW = padded_scores(logits_nV, top_n, draws.inverse_temperature_n)
+    return top_n, scores_nW, weights(scores_nW) if with_weights else None
 
 
 def _upload(values: Int64, device: torch.device) -> Tensor:

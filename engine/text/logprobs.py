@@ -34,6 +34,8 @@ class PromptLogprobTexts:
 
 def logprob_texts(codec: TextCodec, token_id: int, logprobs: Logprobs) -> TokenLogprobs:
     """Return the log probability of a sampled or given token, and those of the likeliest tokens at its place."""
+    if not logprobs.top_ids:
+        return TokenLogprobs(sampled=codec.token_text(token_id, logprobs.logprob), top=())
     ids = np.frombuffer(logprobs.top_ids, dtype=np.int32).tolist()
     values = np.frombuffer(logprobs.top_logprobs, dtype=np.float32).tolist()
     return TokenLogprobs(

@@ -298,7 +298,9 @@ def test_torch_does_the_work_where_there_is_no_compiler_and_where_it_fails(monke
     monkeypatch.setenv("CC", "false")
     compiled.cache_clear()
     assert cpu_kernels() is None
-    assert "cannot compile cpu.c, attention.c, products.c, blocks.c, recurrent.c, decodes.c, draw.c" in caplog.text
+    assert (
+        "cannot compile team.c, cpu.c, attention.c, products.c, blocks.c, recurrent.c, decodes.c, draw.c" in caplog.text
+    )
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setenv(VARIABLE, "torch")
     compiled.cache_clear()

@@ -1,11 +1,13 @@
-"""Tokens drawn in C where one CPU thread runs a model: those that torch draws, to the bit."""
+"""Tokens drawn in C where a CPU runs a model: those that torch draws."""
+
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from engine.kernels.cpu import CPUKernels, cpu_kernels
-from engine.sampling.draw import block_sums, draw, stream_starts, uniforms
+from engine.sampling.draw import BLOCK, draw, padded_scores, padded_width, stream_starts, uniforms, weights
 from engine.sampling.sampler import Sampler
 from engine.types.params import SamplingParams
 from tests.sampling.rows import CPU, admit
@@ -19,8 +21,15 @@ def kernels() -> CPUKernels:
     return found
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("seed", range(8))
-def test_draws_are_those_of_torch_to_the_bit(kernels, seed):
+def test_draws_are_those_of_torch(kernels, seed, threads):
     generator, num_rows = torch.Generator().manual_seed(seed), 64
     random = torch.rand((num_rows, 1 + seed), generator=generator)
     weights_nW = torch.rand((num_rows, 512 * (1 + 5 * seed)), generator=generator) ** (1 + 2 * seed)
@@ -34,7 +43,50 @@ def test_draws_are_those_of_torch_to_the_bit(kernels, seed):
     starts_n[4] = positions_n[4] = 0
     weights_nW[4], weights_nW[4, 0] = 1.0, 1e-30
     expected_n = draw(weights_nW, uniforms(starts_n, positions_n))
-    assert torch.equal(kernels.draw(weights_nW, block_sums(weights_nW), starts_n, positions_n), expected_n)
+    for number in (1, 3):
+        threads(number)
+        found_n = kernels.draw(weights_nW, weights_nW.shape[1] // BLOCK, starts_n, positions_n)
+        assert torch.equal(found_n, expected_n)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 512, 3000])
+def test_a_draw_in_one_loop_is_that_of_the_weights_and_minus_one_where_a_row_has_failed(kernels, vocab_size, threads):
+    torch.manual_seed(0)
+    logits_nV, inverse_n = 10 * torch.randn((40, vocab_size)), 0.2 + 3 * torch.rand(40)
+    logits_nV[3, 0], logits_nV[4, vocab_size - 1], logits_nV[5] = torch.nan, torch.inf, -torch.inf
+    width = padded_width(vocab_size)
+    _, _, weights_nW = kernels.weighed(logits_nV, inverse_n, width)
+    drawn_by = width // BLOCK, stream_starts(torch.randint(1 << 62, (40,))), torch.randint(1 << 31, (40,))
+    expected_n = kernels.draw(weights_nW, *drawn_by)
+    expected_n[3:6] = -1
+    for number in (1, 2, 3):
+        threads(number)
+        assert torch.equal(kernels.weighed_and_drawn(logits_nV, inverse_n, width, *drawn_by), expected_n)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 512, 3000])
+def test_scores_are_those_of_torch_and_weights_and_sums_near_float64_with_the_same_bits_by_any_threads(
+    kernels, vocab_size, threads
+):
+    torch.manual_seed(0)
+    logits_nV, inverse_n = 10 * torch.randn((40, vocab_size)), 0.2 + 3 * torch.rand(40)
+    logits_nV[3, 0] = logits_nV[4, vocab_size - 1] = torch.nan
+    found = []
+    for number in (1, 2, 3):
+        threads(number)
+        found.append((*kernels.weighed(logits_nV, inverse_n, padded_width(vocab_size)), *kernels.log_sums(logits_nV)))
+    good = torch.ones(40, dtype=torch.bool)
+    good[3:5] = False
+    top_n, scores_nW, weights_nW, _, log_n = found[0]
+    for other in found[1:]:
+        assert all(torch.equal(a[good], b[good]) for a, b in zip(found[0], other, strict=True))
+    assert top_n[~good].isnan().all()
+    assert torch.equal(top_n[good], logits_nV.amax(-1)[good])
+    expected_nW = padded_scores(logits_nV, top_n, inverse_n)[good]
+    assert torch.equal(scores_nW[good], expected_nW)
+    torch.testing.assert_close(weights_nW[good].double(), weights(expected_nW.double()), rtol=1e-6, atol=2e-35)
+    expected_n = (logits_nV.double() - top_n[:, None]).logsumexp(-1)[good]
+    torch.testing.assert_close(log_n[good].double(), expected_n, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 1000])

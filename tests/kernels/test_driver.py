@@ -14,7 +14,7 @@ from tests.kernels.emulation import emulated
 
 pytestmark = pytest.mark.slow
 DRIVER = Path(__file__).parent / "driver.c"
-CALLED = ("products.c", "blocks.c", "attention.c", "recurrent.c")
+CALLED = ("team.c", "products.c", "blocks.c", "attention.c", "recurrent.c")
 CROSS_COMPILER, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 # A model that qemu acts as -> with what it has beyond the first 64-bit ARM.
 MODELS = {"neon_dotprod": "neoverse-n1", "neon_i8mm": "max"}

@@ -52,8 +52,8 @@ def probabilities(params: SamplingParams, logits_NV: Tensor) -> Tensor:
     for part in batch.parts:
         assert part.draws is not None
         assert isinstance(part.at, slice)
-        logits_nV = logits_NV[part.at]
-        found.append(candidate_weights(part.draws, logits_nV, logits_nV.amax(dim=-1))[:, :vocab_size].double())
+        _, weights_nW = candidate_weights(part.draws, logits_NV[part.at])
+        found.append(weights_nW[:, :vocab_size].double())
     weights_NV = torch.cat(found)
     return weights_NV / weights_NV.sum(dim=-1, keepdim=True)
 

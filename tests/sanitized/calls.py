@@ -19,7 +19,14 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.plugins.support.paging import batch_on
-from engine.sampling.draw import BLOCK, block_sums, draw, stream_starts, uniforms
+from engine.sampling.draw import (
+    BLOCK,
+    padded_scores,
+    padded_width,
+    stream_starts,
+    uniforms,
+    weights,
+)
 from tests.kernels.recurrences import convolution, gated_delta, mamba_2
 from tests.kernels.stored_blocks import SIZE, random_rows
 from tests.sanitized.sanitizers import mallocs
@@ -143,14 +150,42 @@ def likeliest(dice: Random) -> None:
     assert torch.equal(kernels().likeliest(logits_nV), torch.where(top_n.isfinite(), token_ids_n, -1))
 
 
+def weighed(dice: Random) -> None:
+    """Scores, weights and sums of rows, on any number of threads."""
+    logits_nV = torch.randn(rows(dice), dice.choice((size(dice), 3000))) * dice.choice((1.0, 30.0))
+    odd_n = spoiled(dice, logits_nV)
+    factors_n, width = 0.1 + 3 * torch.rand(len(logits_nV)), padded_width(logits_nV.shape[1])
+    with_weights = dice.random() < 0.7
+    top_n, scores_nW, weights_nW = kernels().weighed(logits_nV, factors_n, width, with_weights=with_weights)
+    assert torch.equal(top_n.nan_to_num(7), logits_nV.amax(-1).nan_to_num(7))
+    expected_nW = padded_scores(logits_nV, top_n, factors_n)
+    assert torch.equal(scores_nW[~odd_n], expected_nW[~odd_n])
+    if weights_nW is not None:
+        close(weights_nW[~odd_n], weights(expected_nW.double())[~odd_n], 1e-6)
+        num_blocks, starts_n = width // BLOCK, stream_starts(torch.randint(1 << 62, (len(logits_nV),)))
+        expected_n = kernels().draw(weights_nW, num_blocks, starts_n, starts_n >> 33)
+        drawn_n = kernels().weighed_and_drawn(logits_nV, factors_n, width, num_blocks, starts_n, starts_n >> 33)
+        assert torch.equal(drawn_n, torch.where(top_n.isfinite(), expected_n, -1))
+    found_n, log_n = kernels().log_sums(logits_nV)
+    assert torch.equal(found_n.nan_to_num(7), top_n.nan_to_num(7))
+    close(log_n[~odd_n], (logits_nV.double() - top_n[:, None]).logsumexp(-1)[~odd_n], 1e-5)
+
+
 def draws(dice: Random) -> None:
     num_rows = 1 + rows(dice)
     weights_nW = torch.rand(num_rows, BLOCK * dice.randint(1, 6)) ** dice.choice((1, 9))
     weights_nW[torch.rand(weights_nW.shape) < dice.random()] = 0.0
-    spoiled(dice, weights_nW)
+    odd_n = spoiled(dice, weights_nW)
     starts_n, positions_n = stream_starts(torch.randint(1 << 62, (num_rows,))), torch.randint(1 << 31, (num_rows,))
-    found_n = kernels().draw(weights_nW, block_sums(weights_nW), starts_n, positions_n)
-    assert torch.equal(found_n, draw(weights_nW, uniforms(starts_n, positions_n)))
+    num_blocks = weights_nW.shape[1] // BLOCK
+    found_n = kernels().draw(weights_nW, num_blocks, starts_n, positions_n)
+    sums_nW = weights_nW.double().cumsum(-1)
+    total_n, at_n1 = sums_nW[:, -1], found_n[:, None]
+    above_n, own_n = (of_nW.gather(1, at_n1).squeeze(1) for of_nW in (sums_nW, weights_nW.double()))
+    target_n, off_n = uniforms(starts_n, positions_n) * total_n, 1e-6 * total_n
+    good_n = (above_n - own_n <= target_n + off_n) & (target_n <= above_n + off_n) & ((own_n > 0) | (total_n == 0))
+    assert (good_n | odd_n).all(), f"{found_n} at {target_n} of {sums_nW}"
+    assert 0 <= int(found_n.min()) <= int(found_n.max()) < weights_nW.shape[1]
 
 
 def ends_of_float32(dice: Random) -> None:
@@ -344,6 +379,6 @@ def recurrences(dice: Random) -> None:
 
 
 CALLS = (
-    *(ends_of_float32, add_norm, turn, rotate_and_store, gate, likeliest, draws),
+    *(ends_of_float32, add_norm, turn, rotate_and_store, gate, likeliest, weighed, draws),
     *(product, product, block_product, block_product, attention, attention, recurrences, recurrences),
 )
