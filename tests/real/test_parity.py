@@ -1,14 +1,25 @@
 """The real model's tokens and perplexity are those of transformers, and rounding costs what it is known to."""
 
+import asyncio
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from callboard import LLM, SamplingParams
+from engine.config import Config, build_config
+from engine.control.system import System
+from engine.features.lora.files import NAME, AdapterRules, read_adapter
+from engine.messages import RequestOptions
+from server.extensions.bench import llama_cpp
+from tests.features.lora.made import make_adapter, merged
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +33,7 @@ PROMPTS = [
 ]
 NUM_TOKENS = 32
 CLEAR = 1e-3  # a lead of the likeliest token that no order of sums reverses
+LLAMA_CPP_CLEAR = 0.5  # and that inputs rounded to 8 bits do not reverse
 
 
 def _perplexity(llm: LLM) -> float:
@@ -30,17 +42,60 @@ def _perplexity(llm: LLM) -> float:
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
+def _first_other(reference: PreTrainedModel, ids: Sequence[int], answer: Sequence[int], clear: float) -> int | None:
+    """Return the place of the first token of an answer that is not the likeliest by the reference, after the tokens
+    before it, though that leads by so much; None for none."""
+    with torch.inference_mode():
+        logits = reference(torch.tensor([[*ids, *answer]])).logits[0, len(ids) - 1 : -1]
+    likeliest = logits.topk(2)
+    leads = likeliest.values[:, 0] - likeliest.values[:, 1] > clear
+    others = likeliest.indices[:, 0] != torch.tensor(answer)
+    return next(iter((leads & others).nonzero().flatten().tolist()), None)
+
+
 def test_greedy_tokens_are_those_of_transformers(engine: Callable[..., LLM], reference: LlamaForCausalLM) -> None:
     llm = engine()
     done = llm.generate(PROMPTS, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))
     for prompt, one in zip(PROMPTS, done, strict=True):
         ids = llm._system.codec.encode(prompt).tolist()
-        with torch.inference_mode():
-            logits = reference(torch.tensor([[*ids, *one.token_ids]])).logits[0, len(ids) - 1 : -1]
-        for at, (token, row) in enumerate(zip(one.token_ids, logits, strict=True)):
-            likeliest = row.topk(2)
-            if likeliest.values[0] - likeliest.values[1] > CLEAR:
-                assert token == likeliest.indices[0], f"{prompt!r}, token {at}"
+        assert _first_other(reference, ids, one.token_ids, CLEAR) is None, repr(prompt)
+
+
+def test_llama_cpp_reads_the_file_to_the_same_tokens(real: Path, reference: LlamaForCausalLM) -> None:
+    if not (command := llama_cpp.find("", sys.executable)):
+        pytest.skip("llama.cpp is not here: pip install xllamacpp")
+    with closing(llama_cpp.LlamaServer(command, real, 1, 512, 2)) as server:
+        for prompt in PROMPTS:
+            ids = server.tokens(prompt)
+            (answer,) = server.complete([ids], NUM_TOKENS, return_tokens=True)
+            assert len(answer["tokens"]) == NUM_TOKENS
+            assert _first_other(reference, ids, answer["tokens"], LLAMA_CPP_CLEAR) is None, repr(prompt)
+
+
+async def test_an_adapter_gives_the_tokens_of_merged_weights(
+    real: Path, reference: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    tuned = merged(reference, make_adapter(tmp_path / "tuned", reference, seed=1))
+    tables = {"model": {"path": str(real), "max_model_len": 512}, "kv": {"num_pages": 64}, "device": {"kind": "cpu"}}
+    config = build_config(Config(), tables | {"lora": {"folder": str(tmp_path), "max_adapters": 1, "max_rank": 8}})
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    async with asyncio.timeout(600):
+        system = System(config)
+        await system.start()
+        try:
+            rules = msgspec.msgpack.decode(system.engine.facts[NAME], type=AdapterRules)
+            with_it = RequestOptions(parts=read_adapter(tmp_path / "tuned", rules).parts)
+            for prompt in PROMPTS:
+                ids = system.codec.encode(prompt).tolist()
+                answers = []
+                for options in (RequestOptions(), with_it):
+                    delta = await system.ingress.open(ids, params, options).collect()
+                    answers.append(np.frombuffer(delta.token_ids, np.int32).tolist())
+                assert answers[0] != answers[1]
+                assert _first_other(reference, ids, answers[0], CLEAR) is None, repr(prompt)
+                assert _first_other(tuned, ids, answers[1], CLEAR) is None, repr(prompt)
+        finally:
+            await system.stop()
 
 
 def test_perplexity_of_a_held_text_is_that_of_transformers(

@@ -63,14 +63,14 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
 
 
 def entry(**changes: Any) -> LeagueServers:
-    told = {
+    told: dict[str, Any] = {
         "precisions": ["none", "int8"],
         "llama": LLAMA,
         "transformers": "/bin/false",
         "threads": 2,
         "most_streams": 8,
     }
-    return LeagueServers(**told | changes)
+    return LeagueServers(**{**told, **changes})
 
 
 def test_servers_get_the_same_texts_in_turns_and_are_compared_with_the_first(servers: dict[str, Fake]) -> None:
