@@ -25,8 +25,8 @@ from engine.kernels.blocks import Format, Parts, StoredWeight, block_products
 from engine.kernels.panels import PanelKind, PanelWeight, products
 from engine.layers.packing import PackedWeight, StoredRows
 
-GGML_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
-BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+GGML_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "MXFP4": 39}
+BLOCKS = dict(zip(GGML_TYPES, (18, 20, 22, 24, 34, 144, 176, 210, 17), strict=True))  # bytes of one
 EXAMPLE = Path(__file__).parent.parent / "examples" / "linear_ggml"
 Pack = Callable[[Tensor], PackedWeight]
 
@@ -37,7 +37,8 @@ def rows_of(kind: Format, weight_OI: Tensor) -> StoredRows:
     size = 256 if kind.name.endswith("_K") else 32
     blocks = np.random.default_rng(0).integers(0, 256, (outputs, inputs // size, BLOCKS[kind.name]), np.uint8)
     place = 208 if kind == Format.Q6_K else 0
-    blocks[..., place : place + 4] = np.array([0, 0x30, 0, 0x30], np.uint8)[: BLOCKS[kind.name] - place]
+    scale = [120] if kind == Format.MXFP4 else [0, 0x30, 0, 0x30]  # an exponent, or one or two halves
+    blocks[..., place : place + len(scale)] = np.array(scale, np.uint8)[: BLOCKS[kind.name] - place]
     return StoredRows("random", kind.name, torch.from_numpy(blocks.reshape(outputs, -1)), inputs)
 
 

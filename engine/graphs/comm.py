@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.graphs.breakable import SegmentRecorder
-from engine.layers.comm import CapturableComm, Comm
+from engine.layers.comm import CapturableComm, Comm, NormingComm
 
 COLLECTIVE = "collective"  # the kind of break
 
@@ -27,6 +27,12 @@ class BreakingComm:
         self._recorder = recorder
         self._capturable = isinstance(comm, CapturableComm) and comm.capturable
         self._traced = False
+        self._norming = comm if isinstance(comm, NormingComm) and self._capturable else None
+        self.norms = self._norming is not None and self._norming.norms
+
+    def add_norm(self, x_TD: Tensor, part_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
+        """Return what a library that graphs can hold does (``NormingComm``)."""
+        return None if self._norming is None or self._traced else self._norming.add_norm(x_TD, part_TD, weight_D, eps)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place.  tensor: a row per token; a captured run sends real rows and zeroes padding."""

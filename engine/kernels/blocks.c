@@ -18,6 +18,15 @@
 
 #ifdef V
 
+/* A compiler takes most of its time for the tiles.  UNIT 1 and above have those of some kinds each and UNIT 0 has the
+   rest, so that several compilers can work at once; without UNIT this is all of it. */
+#ifdef UNIT
+#define HAS(unit) (UNIT == (unit))
+#else
+#define HAS(unit) 1
+#endif
+#define BETWEEN_UNITS __attribute__((visibility("hidden")))
+
 /* PLAIN: a scale per group.  MINIMUM: a scale and a minimum.  CODED: a power of two per group, and floats of 4 bits.  ZERO: a scale and a zero point per block of several groups;
    ZERO_UPPER: the same with a scale in bfloat16.  SUPER: an integer scale per group, times a float scale per block.
    SUPER_MINIMUM: the same with integer minima, times another float. */
@@ -76,6 +85,7 @@ INLINE int64_t block_bytes(const Format *is) {
     return block_header(is->form) + is->size / is->group * group_bytes(is);
 }
 
+#if HAS(0)
 static int64_t panels_in(int64_t O) { return (O + MOST_PANELS * V - 1) / (MOST_PANELS * V) * MOST_PANELS; }
 
 int64_t blocks_bytes(int64_t format, int64_t O, int64_t I) {
@@ -298,6 +308,8 @@ void blocks_rows(const Weight *weight, const int64_t *outputs_T, float *out_TI, 
     }
 }
 
+#endif
+
 /* The rows of a tile.  bytes[M,groups,parts,G]: digits, the lowest first; scales[M,groups,parts]: of a digit; starts:
    the digits' sum times minus the zero; sums[M,groups]: of the rounded inputs.  in_block: groups of a block. */
 typedef struct {
@@ -392,6 +404,8 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
 #define ARGUMENTS \
     const char *panel, int64_t size, Input in, const float *bias, float *y, int64_t step, int64_t width
 typedef void (*Tile)(ARGUMENTS);
+extern BETWEEN_UNITS const Tile plain4[], minimum4[], plain5[], minimum5[], plain8[], super_minimum4[],
+    super_minimum5[], super6[], coded4[], zero4[], zero_upper4[];
 #define TILE(name, M, bits, form)                                          \
     static void name##_##M(ARGUMENTS) {                                    \
         tile(panel, size, in, bias, y, step, width, M, panels_of(M), bits, form); \
@@ -400,23 +414,31 @@ typedef void (*Tile)(ARGUMENTS);
 #define TILES_OF(name, bits, form)                                                                                  \
     TILE(name, 1, bits, form) TILE(name, 2, bits, form) TILE(name, 3, bits, form) TILE(name, 4, bits, form)         \
     TILE(name, 5, bits, form) TILE(name, 6, bits, form) TILE(name, 7, bits, form) TILE(name, 8, bits, form)         \
-    static const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8};
+    BETWEEN_UNITS const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8};
 #else
 #define TILES_OF(name, bits, form)                                                                                  \
     TILE(name, 1, bits, form) TILE(name, 2, bits, form) TILE(name, 3, bits, form) TILE(name, 4, bits, form)         \
-    static const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4};
+    BETWEEN_UNITS const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4};
 #endif
+#if HAS(1)
 TILES_OF(plain4, 4, PLAIN)
-TILES_OF(minimum4, 4, MINIMUM)
 TILES_OF(plain5, 5, PLAIN)
-TILES_OF(minimum5, 5, MINIMUM)
 TILES_OF(plain8, 8, PLAIN)
+TILES_OF(coded4, 4, CODED)
+#endif
+#if HAS(2)
+TILES_OF(minimum4, 4, MINIMUM)
+TILES_OF(minimum5, 5, MINIMUM)
+TILES_OF(super6, 6, SUPER)
+#endif
+#if HAS(3)
 TILES_OF(super_minimum4, 4, SUPER_MINIMUM)
 TILES_OF(super_minimum5, 5, SUPER_MINIMUM)
-TILES_OF(super6, 6, SUPER)
-TILES_OF(coded4, 4, CODED)
 TILES_OF(zero4, 4, ZERO)
 TILES_OF(zero_upper4, 4, ZERO_UPPER)
+#endif
+
+#if HAS(0)
 static const Tile *const TILES[KINDS] = {
     [PLAIN4] = plain4, [MINIMUM4] = minimum4, [PLAIN5] = plain5, [MINIMUM5] = minimum5, [PLAIN8] = plain8,
     [SUPER_MINIMUM4] = super_minimum4, [SUPER_MINIMUM5] = super_minimum5, [SUPER6] = super6,
@@ -547,4 +569,5 @@ int64_t blocks_product(const Weight *weight, const float *x_TI, int64_t x_step, 
                              T, threads);
     return failed;
 }
+#endif
 #endif

@@ -1,4 +1,4 @@
-"""A mixture of experts in four launches, whose sizes depend only on the number of tokens.
+"""A mixture of experts in four or five launches, whose sizes depend only on the number of tokens.
 
 Legend: T tokens · D model dim · E experts · K experts of a token · P pairs of token and expert, T K · I intermediate
         features · O outputs of gate and up, 2 I · M pairs of a tile · N outputs of a tile · C inputs of a tile
@@ -28,7 +28,8 @@ from engine.layers.four_bits import FourBits
 
 CLAMPED: Final = 3  # in addition to the kinds of ``activation.py``: alternating gates and ups (``clamped_swish``)
 PAIRS_AT_ONCE: Final = 1024
-MANY_PAIRS_AT_ONCE: Final = 2048  # for prompts, in half the rounds; with more, registers spill
+FEW_PAIRS: Final = 2048  # of a decode step: each expert's program looks at all of them; more are cut into blocks
+BLOCKS_AT_ONCE: Final = 16  # whose counts a program reads together
 TILES_AT_ONCE: Final = 8  # whose programs are neighbours: they share weights, and their columns share inputs
 TILE_BYTES = 128  # of a row of a tile's inputs, a cache line
 
@@ -64,8 +65,11 @@ def mix_experts(
     limit: float = 0.0,
     slope: float = 1.0,
     first_expert: int | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """Return the sum of weight * down(activation(gate(x)) * up(x)) over a token's experts, [T, D] in x's dtype.
+
+    summed: False for the summands, [T, K, D].
 
     first_expert: number of the first expert in gate_up and down; experts that are not there add nothing.  None: all
     are there.
@@ -107,7 +111,8 @@ def mix_experts(
         gated_PI, order_P, counts_E, down, down_scales, down_bias_ED, weights_TK, results_PD, num_tiles,
         INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, PACKED=packed, BLOCK_N=tiles.down_columns, **shared,
     )  # fmt: skip
-    return results_PD.view(num_tokens, num_chosen, width).sum(1)
+    results_TKD = results_PD.view(num_tokens, num_chosen, width)
+    return results_TKD.sum(1) if summed else results_TKD
 
 
 def sorted_pairs(experts_TK: Tensor, num_experts: int, first_expert: int) -> tuple[Tensor, Tensor]:
@@ -115,11 +120,68 @@ def sorted_pairs(experts_TK: Tensor, num_experts: int, first_expert: int) -> tup
     num_pairs, device = experts_TK.numel(), experts_TK.device
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
-    at_once = PAIRS_AT_ONCE if num_pairs <= 2 * MANY_PAIRS_AT_ONCE else MANY_PAIRS_AT_ONCE
-    place_pairs[(num_experts,)](
-        experts_TK, order_P, counts_E, num_pairs, first_expert, BLOCK_P=at_once, num_warps=at_once // 256
+    if num_pairs <= FEW_PAIRS:
+        place_pairs[(num_experts,)](
+            experts_TK, order_P, counts_E, num_pairs, first_expert, BLOCK_P=PAIRS_AT_ONCE, num_warps=4
+        )
+        return order_P, counts_E
+    num_blocks, padded = triton.cdiv(num_pairs, PAIRS_AT_ONCE), triton.next_power_of_2(num_experts + 1)
+    counts_BE = torch.empty((num_blocks, padded), dtype=torch.int32, device=device)
+    sizes = {"NUM_EXPERTS": num_experts, "BLOCK_P": PAIRS_AT_ONCE, "BLOCK_E": padded, "num_warps": 4}
+    count_block[(num_blocks,)](experts_TK, counts_BE, num_pairs, first_expert, **sizes)
+    place_block[(num_blocks,)](
+        experts_TK, order_P, counts_E, counts_BE, num_pairs, first_expert, num_blocks, BLOCK_B=BLOCKS_AT_ONCE, **sizes
     )
     return order_P, counts_E
+
+
+@triton.jit
+def experts_of_block(
+    experts, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """Return the experts of this program's pairs, counted from first_expert; NUM_EXPERTS for those not here."""
+    p_P = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    expert_P = tl.load(experts + p_P, mask=p_P < num_pairs, other=-1) - first_expert
+    here_P = (p_P < num_pairs) & (expert_P >= 0) & (expert_P < NUM_EXPERTS)
+    return tl.where(here_P, expert_P, NUM_EXPERTS).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+def count_block(
+    experts, counts, num_pairs, first_expert,
+    NUM_EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Count the pairs of each expert in one block of pairs per program."""
+    expert_P = experts_of_block(experts, num_pairs, first_expert, NUM_EXPERTS, BLOCK_P, BLOCK_E)
+    tl.store(counts + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.histogram(expert_P, BLOCK_E))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_blocks"])
+def place_block(
+    experts, order, totals, counts, num_pairs, first_expert, num_blocks,
+    NUM_EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """List one block of pairs per program, each expert's behind those of the blocks before; count all of them."""
+    block = tl.program_id(0)
+    e_E = tl.arange(0, BLOCK_E)
+    total_E = tl.zeros([BLOCK_E], tl.int32)
+    before_E = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        b_B = first + tl.arange(0, BLOCK_B)
+        count_BE = tl.load(counts + b_B[:, None] * BLOCK_E + e_E[None, :], mask=(b_B < num_blocks)[:, None], other=0)
+        total_E += tl.sum(count_BE, 0)
+        before_E += tl.sum(tl.where((b_B < block)[:, None], count_BE, 0), 0)
+    if block == 0:
+        tl.store(totals + e_E, total_E, mask=e_E < NUM_EXPERTS)
+    mine_E = tl.load(counts + block * BLOCK_E + e_E)
+    # Sorted by expert, then by number: from a pair's place among them follows its place among its expert's.
+    p_P = tl.arange(0, BLOCK_P)
+    expert_P = experts_of_block(experts, num_pairs, first_expert, NUM_EXPERTS, BLOCK_P, BLOCK_E)
+    sorted_P = tl.sort(expert_P * BLOCK_P + p_P)
+    expert_P = sorted_P // BLOCK_P
+    begin_E = tl.cumsum(total_E, 0) - total_E + before_E - (tl.cumsum(mine_E, 0) - mine_E)
+    place_P = tl.gather(begin_E, expert_P, 0) + p_P
+    tl.store(order + place_P, block * BLOCK_P + sorted_P % BLOCK_P, mask=expert_P < NUM_EXPERTS)
 
 
 # The number of tokens must not make another variant: compiling one takes a second, during which clients wait.

@@ -28,6 +28,7 @@ class FusedKernels:
     list_pages = staticmethod(page_lists.list_pages)
     round_rows = staticmethod(rounding.round_rows)
     add_norm_round = staticmethod(rounding.add_norm_round)
+    gated_round = staticmethod(rounding.gated_round)
     widest_rounded = rounding.MAX_WIDTH
     recurrences: Recurrences | None = TritonRecurrences()
 

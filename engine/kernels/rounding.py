@@ -1,4 +1,4 @@
-"""Rounding of rows to float8 (e4m3) in one launch, alone or together with a residual add and a norm.
+"""Rounding of rows to float8 (e4m3) in one launch, alone, together with a residual add and a norm, or with a gate.
 
 Legend: T rows · I features · D model dim · G groups of a row that have a scale each
 Owns: one pass over the rows.  Does not know: products, weights.  ``float8.py`` computes the same in torch.
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import float8
+from engine.kernels.activation import COLUMNS, KINDS, activated
 from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
 from engine.kernels.norm import sum_and_norm
 
@@ -47,6 +48,25 @@ def add_norm_round(
     return rounded_TD, scales_TG
 
 
+def gated_round(gate_up_T2I: Tensor, kind: str = "silu", group: int = 0) -> tuple[Tensor, Tensor]:
+    """Return ``activation.gated``'s result, rounded as by ``round_rows``."""
+    num_rows, both = gate_up_T2I.shape
+    assert gate_up_T2I.is_contiguous(), "gate and up must be contiguous"
+    gate_TI = gate_up_T2I[:, : both // 2]
+    rounded_TI, scales_TG = _outputs(gate_TI, group)
+    if num_rows:
+        constants = _constants(gate_TI, group)
+        if group:  # groups of a row are independent of each other
+            constants["BLOCK_G"] = min(constants["BLOCK_G"], max(1, COLUMNS // group))
+            constants["num_warps"] = min(constants["num_warps"], max(1, COLUMNS // 256))
+        per_row = triton.cdiv(both // 2, constants["BLOCK_G"] * constants["GROUP"])
+        gate_round_groups[(num_rows * per_row,)](
+            gate_up_T2I, rounded_TI, scales_TG, *scales_TG.stride(),
+            WIDTH=both // 2, KIND=KINDS[kind], PROGRAMS=per_row, **constants,
+        )  # fmt: skip
+    return rounded_TI, scales_TG
+
+
 def _outputs(x_TI: Tensor, group: int) -> tuple[Tensor, Tensor]:
     num_rows, width = x_TI.shape
     assert width <= MAX_WIDTH, f"a row of {width} numbers is more than a program holds"
@@ -69,14 +89,14 @@ def _constants(x_TI: Tensor, group: int) -> dict[str, int]:
 
 
 @triton.jit
-def store_rounded(x_GI, place_GI, live_GI, out, scales, group_stride, GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """Store one row, given in float32, and the scale of each of its groups."""
+def store_rounded(x_GI, place_GI, live_GI, out, scales, group_stride, first, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """Store groups of one row, given in float32, and their scales.  first: number of the first group."""
     # The divisions are torch's, so that both round alike.
     largest_G = tl.maximum(tl.max(tl.abs(x_GI), 1), SMALLEST)
     scale_G = tl.div_rn(largest_G, tl.zeros_like(largest_G) + LARGEST)
     rounded_GI = tl.div_rn(x_GI, tl.zeros_like(x_GI) + scale_G[:, None])
     tl.store(out + place_GI, rounded_GI.to(out.dtype.element_ty), mask=live_GI)
-    g_G = tl.arange(0, x_GI.shape[0])
+    g_G = first + tl.arange(0, x_GI.shape[0])
     tl.store(scales + g_G * group_stride, scale_G, mask=g_G * GROUP < WIDTH)
 
 
@@ -92,7 +112,7 @@ def round_row(
     wait_for_previous(PDL)
     let_next_begin(PDL)
     x_GI = tl.load(x + row * stride + place_GI, mask=live_GI, other=0.0).to(tl.float32)
-    store_rounded(x_GI, place_GI, live_GI, out + row * WIDTH, scales + row * row_stride, group_stride, GROUP, WIDTH)
+    store_rounded(x_GI, place_GI, live_GI, out + row * WIDTH, scales + row * row_stride, group_stride, 0, GROUP, WIDTH)
 
 
 @triton.jit
@@ -110,4 +130,28 @@ def add_norm_round_row(
     norm_GD = sum_and_norm(x + row * WIDTH, update + row * WIDTH, weight_GD, place_GD, live_GD, eps, WIDTH)
     # Rounded as the norm alone would be stored, so that both ways round the same numbers to float8.
     norm_GD = norm_GD.to(x.dtype.element_ty).to(tl.float32)
-    store_rounded(norm_GD, place_GD, live_GD, out + row * WIDTH, scales + row * row_stride, group_stride, GROUP, WIDTH)
+    store_rounded(
+        norm_GD, place_GD, live_GD, out + row * WIDTH, scales + row * row_stride, group_stride, 0, GROUP, WIDTH
+    )
+
+
+@triton.jit
+def gate_round_groups(
+    gate_up, out, scales, row_stride, group_stride,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, PROGRAMS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Process some groups of one row per program."""
+    row = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    first = (tl.program_id(0) % PROGRAMS) * BLOCK_G
+    place_GI = (first + tl.arange(0, BLOCK_G))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    live_GI = place_GI < WIDTH
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
+    gate_GI = tl.load(gate_up + row * (2 * WIDTH) + place_GI, mask=live_GI, other=0.0).to(tl.float32)
+    up_GI = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + place_GI, mask=live_GI, other=0.0).to(tl.float32)
+    # Rounded as the gate alone would be stored, so that both ways round the same numbers to float8.
+    gated_GI = (activated(gate_GI, KIND) * up_GI).to(gate_up.dtype.element_ty).to(tl.float32)
+    store_rounded(
+        gated_GI, place_GI, live_GI, out + row * WIDTH, scales + row * row_stride, group_stride, first, GROUP, WIDTH
+    )

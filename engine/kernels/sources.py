@@ -24,6 +24,7 @@ SOURCES = {
     "decodes.c": (),
     "draw.c": ("-ffp-contract=off",),
 }
+UNITS = {"blocks.c": 4}  # which several compilers can make at once, each with its number as UNIT
 HEADERS = ("cpu.h", "lanes.h", "vectors.h", "tiles.h")
 # Threads come from torch's OpenMP, which every library of the process finds, so it is not linked again.
 OPENMP = ("-fopenmp",)
@@ -41,13 +42,15 @@ def made(compiler: Sequence[str], flags: Sequence[str], limit_s: float | None = 
     Raises OSError, SubprocessError."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         library = Path(folder) / "kernels.so"
-        objects = [f"{folder}/{name}.o" for name in SOURCES]
+        objects: dict[str, tuple[str, ...]] = {}  # made of which source, with its flags
+        for name, own in SOURCES.items():
+            for unit in range(UNITS.get(name, 1)):
+                numbered = (f"-DUNIT={unit}",) if name in UNITS else ()
+                objects[f"{folder}/{name}.{unit}.o"] = (*own, *numbered, "-c", str(FOLDER / name))
         with ThreadPoolExecutor() as compilers:
             running = [
-                compilers.submit(
-                    _run, limit_s, *compiler, *FLAGS, *flags, *own, "-c", str(FOLDER / name), "-o", made_of
-                )
-                for (name, own), made_of in zip(SOURCES.items(), objects, strict=True)
+                compilers.submit(_run, limit_s, *compiler, *FLAGS, *flags, *of, "-o", made_of)
+                for made_of, of in objects.items()
             ]
             for one in running:
                 one.result()

@@ -29,6 +29,21 @@ class Comm(Protocol):
 
 
 @runtime_checkable
+class NormingComm(Comm, Protocol):
+    """A library that can sum, add to the residual stream and normalise in one launch.
+
+    norms: whether it ever does, the same on every rank."""
+
+    norms: bool
+
+    def add_norm(self, x_TD: Tensor, part_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
+        """Add the sum of ``part`` over ranks to x in place and return x / sqrt(mean(x^2) + eps) * weight of that.
+
+        None, with nothing done, if these sizes are summed otherwise, which is so on every rank or on none."""
+        ...
+
+
+@runtime_checkable
 class CapturableComm(Protocol):
     """A library that declares whether a CUDA graph can hold its collectives."""
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape
-from engine.layers.comm import Comm, Unconnected
+from engine.layers.comm import Comm, NormingComm, Unconnected
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import DeviceKernels, LayerKernels
-from engine.layers.linear import ColumnLinear, Linear, RowLinear
+from engine.layers.linear import ColumnLinear, Linear, RowLinear, leavable
 from engine.layers.mlp import GatedMLP, activated, activated_by_rows, clamped_swish, gated
 from engine.layers.router import Router
 from engine.layers.weights import WeightSlice, joined, merged, not_here, parameter, transposed, whole
@@ -85,6 +85,8 @@ class Experts:
     ) -> None:
         self.shape = shape
         self.comm = comm
+        self._sums = comm.size > 1
+        self._adds = True  # a token's results
         self.router = Router(shape.router, hidden_size, shape.num_experts, shape.num_chosen, device, dtype)
         place = (hidden_size, comm, device, dtype)
         self.shared = Expert(shape, shape.shared_size, *place) if shape.shared_size else None
@@ -126,9 +128,23 @@ class Experts:
             if self.shared_gate is not None:
                 shared_TD *= self._activate(self.shared_gate(x_TD), "sigmoid")
             out_TD += shared_TD
-        if self.comm.size > 1:
+        if self._sums:
             out_TD = self.comm.all_reduce(out_TD)
         return out_TD if self.beside is None else out_TD.add_(self.beside(x_TD, kernels))
+
+    def leave_sum(self) -> NormingComm | None:
+        """Return this rank's summand from now on (``SumLeaver``)."""
+        comm = leavable(self.comm)
+        if comm is None or self.beside is not None:
+            return None
+        self._sums = False
+        return comm
+
+    def leave_parts(self) -> bool:
+        """Return what a token's experts give, [T, K, D], from now on (``PartsLeaver``)."""
+        others = self.shared, self.beside
+        self._adds = self._kernels is None or self._sums or self.shape.weighs_inputs or others != (None, None)
+        return not self._adds
 
     def _result(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if self._kernels is not None:
@@ -141,8 +157,9 @@ class Experts:
         biases = (gate_up.biases, down.biases if shape.divided or self.comm.rank == 0 else None)
         weights, first = (gate_up.weights, down.weights), self.first if shape.divided else None
         return kernels.mix_experts(
-            x_TD, weights_TK, experts_TK, *weights, *biases, shape.activation, shape.limit, shape.slope, first
-        )
+            x_TD, weights_TK, experts_TK, *weights, *biases, shape.activation, shape.limit, shape.slope, first,
+            self._adds,
+        )  # fmt: skip
 
     def _mixed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Return this rank's part of the sum over the chosen experts, computed expert by expert."""

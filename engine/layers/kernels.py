@@ -23,7 +23,8 @@ class LayerKernels(Protocol):
     recurrences: Recurrences | None
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """Add ``update_TD`` in place and return the norm of the sum.  None, which adds nothing, is for CPUs alone."""
+        """Add ``update_TD`` in place and return the norm of the sum.  None, which adds nothing, is for CPUs alone, and
+        an update of [T, K, D], which is summed first, for GPUs."""
         ...
 
     def angle_table(self, positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Tensor:
@@ -51,7 +52,19 @@ class LayerKernels(Protocol):
 
 @runtime_checkable
 class DeviceKernels(LayerKernels, Protocol):
-    """Further kernels that only a GPU has."""
+    """Further kernels that only a GPU has.  widest_rounded: numbers of a row that those which round can hold."""
+
+    widest_rounded: int
+
+    def add_norm_round(
+        self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float, group: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``add_norm``'s result in float8, with a scale per row, or per ``group`` of numbers, [T, G]."""
+        ...
+
+    def gated_round(self, gate_up_T2I: Tensor, kind: str = "silu", group: int = 0) -> tuple[Tensor, Tensor]:
+        """Return ``gated``'s result in float8, with scales as ``add_norm_round`` has them."""
+        ...
 
     def choose_experts(
         self, scores_TE: Tensor, correction_E: Tensor | None, num_chosen: int, shape: RouterShape, dtype: torch.dtype
@@ -72,8 +85,9 @@ class DeviceKernels(LayerKernels, Protocol):
         limit: float = 0.0,
         slope: float = 1.0,
         first_expert: int | None = None,
+        summed: bool = True,
     ) -> Tensor:
-        """Return the sum of weight * expert(x) over a token's experts that are on this rank."""
+        """Return the sum of weight * expert(x) over a token's experts that are on this rank, or the summands."""
         ...
 
     def embed_shard(self, token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import LatentAttentionShape, share
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, NormingComm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.norm import RMSNorm
@@ -82,6 +82,10 @@ class LatentAttention:
         """Map sums of latents to values and project them (``Attention.output``)."""
         values_QTV = attended_TQH.transpose(0, 1) @ self.expand_QEC[:, self.shape.plain_size :].mT
         return self.output_linear(values_QTV.transpose(0, 1).flatten(1))
+
+    def leave_sum(self) -> NormingComm | None:
+        """Return this rank's summand from now on (``SumLeaver``)."""
+        return self.output_linear.leave_sum()
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Prepare for the device and its kernels; called once, after loading."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.checkpoints.shape import MatrixRows, share
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, NormingComm
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import LinearKernel, PackedWeight, RowKeeper, RowWeight
@@ -143,6 +143,7 @@ class RowLinear(Linear):
     ) -> None:
         self.comm = comm
         self.inputs, self.outputs = inputs, outputs
+        self._sums = comm.size > 1
         self.cuts_outputs = self.may_cut_outputs and isinstance(comm, OrderedComm)
         mine = share(inputs, comm.size, "input features")
         if self.cuts_outputs:
@@ -156,12 +157,20 @@ class RowLinear(Linear):
         return self.inputs // self.comm.size
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        if self.comm.size == 1:
+        if not self._sums:
             return self._product(x_TI, self.bias)
         if self.cuts_outputs:
             return self.comm.all_gather(self._product(self.comm.all_gather(x_TI), self.bias))
         y_TO = self.comm.all_reduce(self._product(x_TI, None))
         return y_TO if self.bias is None else y_TO.add_(self.bias)
+
+    def leave_sum(self) -> NormingComm | None:
+        """Return this rank's summand from now on (``SumLeaver``)."""
+        comm = leavable(self.comm)
+        if comm is None or self.cuts_outputs or self.bias is not None:
+            return None
+        self._sums = False
+        return comm
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this layer reads."""
@@ -172,6 +181,11 @@ class RowLinear(Linear):
         if self.bias is not None:
             start = first if self.cuts_outputs else 0
             yield WeightSlice(f"{prefix}.bias", (self.outputs,), 0, start, len(self.bias), self.bias)
+
+
+def leavable(comm: Comm) -> NormingComm | None:
+    """Return the group if a norm may sum over its ranks."""
+    return comm if comm.size > 1 and isinstance(comm, NormingComm) and comm.norms else None
 
 
 class VocabLinear(Linear):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.checkpoints.shape import GatedShape, MLPShape, ScaledGatedShape
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, NormingComm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.weights import WeightSlice, joined, transposed
@@ -90,6 +90,10 @@ class GatedMLP:
         """Compute the activation by rows (``RowwisePart``)."""
         self._activate = activated_by_rows
 
+    def leave_sum(self) -> NormingComm | None:
+        """Return this rank's summand from now on (``SumLeaver``)."""
+        return self.down.leave_sum()
+
     def pack(self, kernels: LayerKernels | None) -> None:
         """Do nothing: there are only linear layers."""
 
@@ -131,6 +135,10 @@ class MLP:
     def by_rows(self) -> None:
         """Compute the activation by rows (``RowwisePart``)."""
         self._activate = activated_by_rows
+
+    def leave_sum(self) -> NormingComm | None:
+        """Return this rank's summand from now on (``SumLeaver``)."""
+        return self.down.leave_sum()
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Do nothing: there are only linear layers."""

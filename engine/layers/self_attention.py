@@ -18,7 +18,7 @@ from engine.checkpoints.shape import (
     HeadNormShape,
     WideHeadNormShape,
 )
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, NormingComm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, QKVLinear, RowLinear
 from engine.layers.norm import HeadLayerNorm, HeadLength, HeadNorm, WideHeadNorm
@@ -105,6 +105,10 @@ class SelfAttention:
     def output(self, attended_TQH: Tensor) -> Tensor:
         """Project the backend's result (``Attention.output``)."""
         return self.output_linear(attended_TQH.flatten(1))
+
+    def leave_sum(self) -> NormingComm | None:
+        """Return this rank's summand from now on (``SumLeaver``)."""
+        return self.output_linear.leave_sum()
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Prepare for the device and its kernels; called once, after loading."""

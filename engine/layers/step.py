@@ -46,7 +46,7 @@ class Inserts(Protocol):
         ...
 
     def behind(self, layer: int, update_TD: Tensor) -> Tensor:
-        """Return the result of a layer with what is added to it."""
+        """Return the result of a layer with what is added to it.  update: a result with [T, K, D] is summed."""
         ...
 
 

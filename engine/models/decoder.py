@@ -122,7 +122,7 @@ class Decoder(DecoderWeights):
                 x_TD, attended_TQH = x_TD.index_select(0, wanted_N), attended_TQH.index_select(0, wanted_N)
                 normed_TD = normed_TD.index_select(0, wanted_N) if layer.parallel else normed_TD
             update_TD = layer.finish(x_TD, normed_TD, attended_TQH, kernels)
-            update_TD = update_TD if step.inserts is None else step.inserts.behind(index, update_TD)
+            update_TD = step.inserts.behind(index, update_TD) if step.inserts and layer.takes_inserts else update_TD
         x_TD = x_TD if update_TD is None else x_TD.add_(update_TD)
         if self.tap is not None:
             self.tap.keep([*states, x_TD] if reads_last else states, step)

@@ -12,15 +12,25 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear
 from engine.layers.packing import Linears
 from engine.layers.part import Attention, ExactPart, FeedForward, Norm, Recurrent
+from engine.layers.rounded import join_roundings
+from engine.layers.summed_norm import leave_sums
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, whole
 
 
 class LayerWeights:
-    """The weights of one layer.  parts: all parts.  products: those with linear layers, in the order of a pass."""
+    """The weights of one layer.  parts: all parts.  products: those with linear layers, in the order of a pass.
+
+    parallel: whether the MLP reads what attention reads.  takes_inserts: as in ``SummedLayer``."""
 
     attention: Attention | None
     mlp: FeedForward | None
+    before_attention: Norm
+    behind_attention: Norm
+    before_mlp: Norm
+    behind_mlp: Norm
+    parallel: bool
+    takes_inserts: bool = True
     parts: tuple[Norm | Attention | Recurrent | FeedForward, ...]
     products: tuple[Attention | Recurrent | FeedForward, ...]
 
@@ -118,6 +128,8 @@ class DecoderWeights:
         for index, layer in enumerate(self.layers):
             read(layer.slices(f"{self.shape.names.layers}.{index}"))
             layer.pack(kernels, linears)
+        leave_sums(self.layers, kernels)
+        join_roundings(self.layers, kernels)
         read(self.norm.slices(""))
         self.norm.pack(kernels)
         if self.head is not self.embedding:

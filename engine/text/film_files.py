@@ -47,7 +47,8 @@ class FilmFile(msgspec.Struct, frozen=True, array_like=True):
             return
         try:
             if is_mp4(self.files[0]):
-                yield from _chosen(self.files[0], indices)
+                with closing(mp4_frames(self.files[0], indices)) as frames:
+                    yield from frames
                 return
             moving = _opened(self.files[0])
             for index in indices:
@@ -89,19 +90,6 @@ def moving_film(data: bytes) -> tuple[FilmFile, tuple[int, int]]:
         raise RequestError("messages: a video of one frame; send it as a picture", param="messages")
     fps = 1000 * num_frames / milliseconds if milliseconds else 0.0
     return FilmFile(Film(num_frames, fps), (data,)), moving.size
-
-
-def _chosen(data: bytes, indices: Sequence[int]) -> "Iterator[Image]":
-    """Yield frames of an MP4 by their numbers, which ascend and may come again."""
-    left = list(reversed(indices))
-    with closing(mp4_frames(data)) as frames:
-        for number, frame in enumerate(frames):
-            while left and left[-1] == number:
-                left.pop()
-                yield frame
-            if not left:
-                return
-    raise ValueError(f"an MP4 has no frame {left[-1]}")
 
 
 def _opened(data: bytes) -> "Image":

@@ -4,7 +4,7 @@ Owns: which codecs are read, how frames are turned, the name of the package to i
 Does not know: limits, models, which frames are shown.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from engine.types.errors import RequestError
+from engine.types.prompt import LEAST_FPS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,6 +54,8 @@ class Mp4:
         self.width, self.height = int(context.width), int(context.height)
         self.num_frames = int(stream.frames)
         self.fps = float(stream.average_rate or 0)
+        if 0 < self.fps < LEAST_FPS:
+            raise Mp4Error(f"an MP4 of {self.fps:.1g} frames a second; at least {LEAST_FPS} are needed")
         self.seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
         self.quarter_turns = 0
 
@@ -81,13 +84,21 @@ def open_mp4(data: bytes) -> Iterator[Mp4]:
         yield Mp4(container)
 
 
-def mp4_frames(data: bytes) -> "Generator[Image, None, None]":
-    """Yield all frames in RGB, upright.  Raises as ``open_mp4``."""
+def mp4_frames(data: bytes, indices: Sequence[int]) -> "Generator[Image, None, None]":
+    """Yield frames in RGB, upright, by their numbers, which ascend and may come again.  Raises as ``open_mp4``."""
     from PIL import Image
 
+    left = [*reversed(indices)]
     with open_mp4(data) as file:
-        for frame in file.frames():
-            yield Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), file.quarter_turns))
+        for number, frame in enumerate(file.frames()):
+            if left and left[-1] == number:  # the conversion of a frame takes longer than its decoding
+                picture = Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), file.quarter_turns))
+            while left and left[-1] == number:
+                left.pop()
+                yield picture
+            if not left:
+                return
+    raise Mp4Error(f"an MP4 has no frame {left[-1]}")
 
 
 def mp4_length(data: bytes) -> tuple[int, float, tuple[int, int]]:

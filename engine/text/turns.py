@@ -4,6 +4,7 @@ Owns: which keys are read, and the refusal of anything else.  Does not know: cha
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import msgspec
 from engine.text.film_files import film_of, moving_film
 from engine.text.picture_files import read_file, shown_size
 from engine.types.errors import RequestError
-from engine.types.prompt import DETAILS, ChatTurn, Picture, ToolCall
+from engine.types.prompt import DETAILS, LEAST_FPS, ChatTurn, Picture, ToolCall
 
 Known = dict[tuple[bytes | str | Path | int, str], tuple[object, Picture]]
 """Pictures by their bytes, path or the id of a PIL image, and detail; beside each what it was read from."""
@@ -107,8 +108,10 @@ def _read_picture(image: object, detail: object, known: Known) -> Picture:
 
 
 def _read_film(given: object, fps: object) -> Picture:
-    if not isinstance(fps, int | float) or fps < 0:
-        raise RequestError(f"messages: the fps of a video must be a number of frames a second, not {fps!r:.40}")
+    if not isinstance(fps, int | float) or (fps and not LEAST_FPS <= fps < math.inf):
+        raise RequestError(
+            f"messages: the fps of a video must be a number of frames a second of at least {LEAST_FPS}, not {fps!r:.40}"
+        )
     if isinstance(given, list | tuple):
         files = [read_file(one) for one in given]
         film, (width, height) = film_of(files, [shown_size(one) for one in files], float(fps))

@@ -24,8 +24,11 @@ class ToolCall(_Content, frozen=True):
 DETAILS: Final = ("auto", "low", "high")
 
 
+LEAST_FPS: Final = 0.00001  # of a film: the times of its frames are numbers that can be written
+
+
 class Film(_Content, frozen=True):
-    """The length of a film.  fps: frames a second; 0 if that is not known.
+    """The length of a film.  fps: frames a second, ``LEAST_FPS`` or more; 0 if that is not known.
 
     are_chosen: its frames are those to show, so that none is left out."""
 

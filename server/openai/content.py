@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from engine.types.errors import FieldError
-from engine.types.prompt import ChatTurn, Picture
+from engine.types.prompt import LEAST_FPS, ChatTurn, Picture
 
 Given = Literal["base64", "address", "file"]
 MAX_FPS: Final = 240
@@ -100,8 +100,10 @@ def read_film(given: Any, path: str, fps: Any = None) -> Picture:
     """Return the film at a URL, in a data URI, or of a list of these for its frames.  Raises RequestError.
 
     fps: frames a second of a list.  A data URI of the type video/jpeg has frames with commas between them, too."""
-    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FPS):
-        raise FieldError(f"{path}.fps", f"must be a number of frames a second above 0, and at most {MAX_FPS}")
+    if fps is not None and (
+        isinstance(fps, bool) or not isinstance(fps, int | float) or not LEAST_FPS <= fps <= MAX_FPS
+    ):
+        raise FieldError(f"{path}.fps", f"must be a number of frames a second from {LEAST_FPS} to {MAX_FPS}")
     rate = float(fps or 0)
     if isinstance(given, list | tuple):
         frames = tuple(read_address(one, f"{path}[{index}]") for index, one in enumerate(given))

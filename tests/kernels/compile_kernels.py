@@ -32,8 +32,9 @@ from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
 from engine.kernels.recurrences import TritonRecurrences
 from engine.kernels.rotary import angle_table
-from engine.kernels.rounding import add_norm_round, round_rows
+from engine.kernels.rounding import add_norm_round, gated_round, round_rows
 from engine.kernels.routing import choose_experts
+from engine.kernels.summed_norm import SLOTS, RanksMemory, sum_add_norm
 from engine.layers.four_bits import StoredCodes
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.step import DecodeInputs
@@ -51,11 +52,18 @@ def layers(dtype: torch.dtype) -> None:
     for width in (1024, 5120, 100):
         x_TD = torch.zeros((2, width), dtype=dtype)
         add_norm(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6)
+        add_norm(x_TD, torch.zeros((2, 8, width), dtype=dtype), torch.ones(width, dtype=dtype), 1e-6)
         for group in (0, 128) if width % 128 == 0 else (0,):
             round_rows(x_TD, group)
             add_norm_round(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6, group)
+    for width, size in ((4096, 8), (8192, 4), (8192, 8)):
+        x_TD = torch.zeros((2, width), dtype=dtype)
+        memory = RanksMemory(size - 1, torch.zeros(size, dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64))
+        sum_add_norm(memory, x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6)
     for kind in KINDS:
         gated(torch.zeros((2, 2 * 3072), dtype=dtype), kind)
+        for group, width in ((0, 3072), (0, 14_336), (128, 3072), (128, 14_336)):
+            gated_round(torch.zeros((2, 2 * width), dtype=dtype), kind, group)
     embed_shard(torch.zeros(2, dtype=torch.int64), torch.zeros((8, 1024), dtype=dtype), 0)
     # More tokens than the second axis of a grid takes.
     gated(torch.zeros((1 << 16, 2), dtype=dtype))

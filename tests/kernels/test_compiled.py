@@ -14,10 +14,11 @@ pytestmark = pytest.mark.slow
 
 KERNELS = {
     "add_norm_round_row", "add_norm_rows", "adjust_tokens", "advance_chunks", "advance_head", "choose_for_token",
-    "convolve_tile", "down_pairs", "draw_candidate", "expand_outputs", "fill_row", "gate_columns", "gate_groups",
-    "gate_pairs", "gather_rows", "list_candidates", "list_row", "measure_some_blocks", "multiply_coded_tiles",
-    "multiply_rows", "multiply_tiles", "narrow_row", "pick_row", "place_pairs", "prepare_chunk", "reduce_inputs",
-    "rotate_heads", "round_row", "tabulate_angles", "weigh_candidates", "widen_tile", "write_places",
+    "convolve_tile", "count_block", "down_pairs", "draw_candidate", "expand_outputs", "fill_row", "gate_columns",
+    "gate_groups", "gate_pairs", "gate_round_groups", "gather_rows", "list_candidates", "list_row",
+    "measure_some_blocks", "multiply_coded_tiles", "multiply_rows", "multiply_tiles", "narrow_row", "pick_row",
+    "place_block", "place_pairs", "prepare_chunk", "reduce_inputs", "rotate_heads", "round_row", "sum_norm_rows",
+    "tabulate_angles", "weigh_candidates", "widen_tile", "write_places",
 }  # fmt: skip
 
 TILED = {
@@ -33,11 +34,11 @@ OF_HOPPER = {"advance_chunks"}  # which reads a chunk ahead there, and none else
 # they let the next one begin as early.  What makes lists of pages does not: libraries read those before they wait.
 WAITING = {
     "add_norm_round_row": (True, True), "add_norm_rows": (True, True), "advance_chunks": (True, True),
-    "advance_head": (True, True), "convolve_tile": (False, True), "fill_row": (False, False),
-    "gate_columns": (False, True), "gate_groups": (False, True), "prepare_chunk": (True, True),
-    "gather_rows": (False, True), "list_row": (False, False), "multiply_rows": (True, True),
-    "expand_outputs": (True, True), "reduce_inputs": (False, True), "rotate_heads": (True, True),
-    "round_row": (False, True),
+    "advance_head": (True, True), "convolve_tile": (False, True), "expand_outputs": (True, True),
+    "fill_row": (False, False), "gate_columns": (False, True), "gate_groups": (False, True),
+    "gate_round_groups": (False, True), "gather_rows": (False, True), "list_row": (False, False),
+    "multiply_rows": (True, True), "prepare_chunk": (True, True), "reduce_inputs": (False, True),
+    "rotate_heads": (True, True), "round_row": (False, True), "sum_norm_rows": (True, True),
     "tabulate_angles": (False, True), "write_places": (False, False),
 }  # fmt: skip
 

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -14,10 +16,12 @@ from server.cli import main
 from server.extensions.bench import league, llama_cpp
 from server.extensions.bench.client import Record, Target
 from server.extensions.bench.league import LeagueServers
-from server.extensions.bench.loads import Conversation
+from server.extensions.bench.loads import Conversation, LoadSizes, draw
+from server.extensions.bench.run import run
 from server.extensions.bench.server_process import ServerProcess
 
 LLAMA = {"llama.cpp": ["llama-server"], "ik_llama.cpp": ["ik/llama-server"]}
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 ANSWERING = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -59,7 +63,14 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
 
 
 def entry(**changes: Any) -> LeagueServers:
-    return LeagueServers(**{"precisions": ["none", "int8"], "llama": LLAMA, "threads": 2, "most_streams": 8, **changes})
+    told = {
+        "precisions": ["none", "int8"],
+        "llama": LLAMA,
+        "transformers": "/bin/false",
+        "threads": 2,
+        "most_streams": 8,
+    }
+    return LeagueServers(**told | changes)
 
 
 def test_servers_get_the_same_texts_in_turns_and_are_compared_with_the_first(servers: dict[str, Fake]) -> None:
@@ -130,6 +141,28 @@ def test_the_kind_of_model_says_which_servers_take_part(tmp_path: Path, monkeypa
     (tmp_path / "vllm").write_text("#!/bin/sh\n")
     (tmp_path / "vllm").chmod(0o755)
     assert list(entry().servers("a/checkpoint")) == ["vLLM", "callboard none", "callboard int8"]
+
+
+def test_transformers_takes_part_where_its_interpreter_has_what_the_file_needs(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *accelerate*) exit 1;; *"torch transformers") exit 0;; esac\nexit 1\n')
+    python.chmod(0o755)
+    one = entry(transformers=str(python), llama={}, precisions=["none"])
+    assert list(one.servers(str(tmp_path))) == ["transformers", "callboard none"]
+    assert list(one.servers("a/tiny.gguf")) == ["callboard none"]
+    command, _ = one.servers(str(tmp_path))["transformers"].args  # type: ignore[attr-defined]
+    assert command == [str(python), str(league.TRANSFORMERS), str(tmp_path), "8", "2"]
+
+
+@pytest.mark.slow
+async def test_transformers_answers_a_load_with_as_many_tokens_as_were_asked() -> None:
+    start = entry(transformers=sys.executable).servers(str(DEMO))["transformers"]
+    with closing(start()) as server:
+        load = draw(6, LoadSizes(prompt=8, output=5), np.random.default_rng(0))
+        name, records, _ = await run(Target(server.url, chat=False, fields=league.FIELDS), load, 4)
+    assert name == "transformers"
+    assert [(one.error, one.output_tokens, len(one.gaps_s)) for one in records] == [("", 5, 4)] * 6
+    assert all(one.prompt_tokens >= 8 for one in records)
 
 
 def test_a_binary_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

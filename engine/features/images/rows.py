@@ -51,6 +51,7 @@ class StepPictures:
 
     def behind(self, layer: int, update_TD: Tensor) -> Tensor:
         if layer + 1 < len(self._rows_LKD):
+            update_TD = update_TD.sum(1) if update_TD.dim() == 3 else update_TD
             update_TD = update_TD.index_add(0, self._at_K, self._rows_LKD[layer + 1])
         return update_TD
 

@@ -6,13 +6,16 @@ are ranks.  Two-shot, for some megabytes, each rank adds a share of the numbers 
 is, all have the bits of that rank.  Tensors that are larger, of another dtype or not contiguous go through NCCL, and so
 do all if the memory is not available.
 
-Legend: S bytes of the largest sum
+A sum that is small enough for one-shot is also added to the residual stream and normalised in the launch that sums, by
+a kernel of this project (``engine/kernels/summed_norm.py``).
+
+Legend: S bytes of the largest sum · T new tokens in the step · D model dim · R ranks
 Owns: the choice of the way of a sum.  Does not know: NCCL (``torch.py``), the calling layers.
 """
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +51,10 @@ class SharedMemory(Protocol):
         """Sum all ranks' ``tensor`` in place; queued on the current stream."""
         ...
 
+    def add_norm(self, x_TD: Tensor, part_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
+        """Do what ``NormingComm.add_norm`` does; queued on the current stream."""
+        ...
+
 
 class PeerMemory:
     """Symmetric memory of torch, between GPUs that can map each other's memory."""
@@ -63,6 +70,7 @@ class PeerMemory:
         device = torch.device("cuda", torch.cuda.current_device())
         self._buffer_S = Memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         Memory.rendezvous(self._buffer_S, self._group)
+        self._slots = RankSlots(Memory, self._group, context, device)
         self._one_shot_bytes = one_shot_bytes
         self._one_shot: Callable[..., object] = torch.ops.symm_mem.one_shot_all_reduce_copy_out.default
         self._two_shot: Callable[..., object] = torch.ops.symm_mem.two_shot_all_reduce_.default
@@ -75,6 +83,31 @@ class PeerMemory:
         shared.copy_(tensor)  # the kernel begins with a barrier of all ranks
         self._two_shot(shared, "sum", self._group)
         tensor.copy_(shared)  # before this rank's next barrier, behind which others may write here again
+
+    def add_norm(self, x_TD: Tensor, part_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
+        slots = self._slots
+        if part_TD.nbytes > self._one_shot_bytes or not slots.kernel.fits(part_TD):
+            return None
+        normed_TD: Tensor = slots.kernel.sum_add_norm(slots.memory, x_TD, part_TD, weight_D, eps)
+        return normed_TD
+
+
+class RankSlots:
+    """Memory of each rank for sums in the launch of a norm.  memory: of all ranks, as this one sees it."""
+
+    def __init__(self, library: Any, group: str, context: CommContext, device: torch.device) -> None:
+        """Allocate the memory, on all ranks together.  library: torch's, which ``PeerMemory`` uses, too."""
+        from engine.kernels import summed_norm  # needs triton
+
+        self.kernel = summed_norm
+        self._own = library.empty_strided_p2p((summed_norm.memory_bytes(context.size),), (1,), torch.uint8, device)
+        self._own.zero_()
+        self._handle = library.rendezvous(self._own, group)
+        self.memory = summed_norm.RanksMemory(
+            context.rank,
+            torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device),
+            torch.zeros(summed_norm.SLOTS, dtype=torch.int64, device=device),
+        )
 
 
 class SymmetricComm:
@@ -96,6 +129,7 @@ class SymmetricComm:
         # All ranks or none: a rank that goes the other way would wait forever.
         able = library.all_reduce(torch.tensor([float(memory is not None)], device=device))
         self._memory = memory if round(float(able)) == self.size else None
+        self.norms = self._memory is not None
         if self._memory is None:
             log.warning("%s: every sum goes through NCCL, as GPUs cannot read each other's memory (%s)", NAME, problem)
 
@@ -104,6 +138,9 @@ class SymmetricComm:
             return self._library.all_reduce(tensor)
         self._memory.sum_into(tensor)
         return tensor
+
+    def add_norm(self, x_TD: Tensor, part_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
+        return None if self._memory is None else self._memory.add_norm(x_TD, part_TD, weight_D, eps)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         return self._library.all_gather(tensor, dim)

@@ -309,7 +309,10 @@ class GemmaFilms(FilmFamily):
 
 
 def spelt(number: int) -> str:
-    """Return a number below 1,000 in English words."""
+    """Return a number below 1,000,000 in English words."""
+    if number >= 1000:
+        rest = f"{' and' if number % 1000 < 100 else ','} {spelt(number % 1000)}" if number % 1000 else ""
+        return f"{spelt(number // 1000)} thousand{rest}"
     if number >= 100:
         rest = f" and {spelt(number % 100)}" if number % 100 else ""
         return f"{ONES[number // 100]} hundred{rest}"

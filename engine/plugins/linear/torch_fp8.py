@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.kernels.float8 import FLOAT8, rounded
 from engine.kernels.float8_ops import round_rows
 from engine.layers.packing import PackedWeight
+from engine.layers.rounded import RoundedRows
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
 
@@ -35,10 +36,16 @@ class Float8Options(Options, frozen=True):
 
 
 class Float8Weight:
-    """W[O, I] in float8, scaled so that the largest element of each output's row is float8's largest."""
+    """W[O, I] in float8, scaled so that the largest element of each output's row is float8's largest.
+
+    It is a ``RoundingWeight``."""
+
+    input_group = 0
 
     def __init__(self, weight_OI: Tensor, fast_accumulation: bool = False) -> None:
         self._fast_accumulation = fast_accumulation
+        self._dtype = weight_OI.dtype
+        self.input_width = weight_OI.shape[1]
         self._weight_OI, scales_O1 = rounded(weight_OI)
         self._scales_1O = scales_O1.t().contiguous()
         self.nbytes = self._weight_OI.nbytes + self._scales_1O.nbytes
@@ -46,14 +53,14 @@ class Float8Weight:
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + bias."""
         if not len(x_TI):
-            return x_TI.new_empty((0, len(self._weight_OI)))
-        rounded_TI, scales_T1 = round_rows(x_TI)
+            return torch.empty((0, len(self._weight_OI)), dtype=self._dtype, device=x_TI.device)
+        rounded_TI, scales_T1 = (x_TI, x_TI.scales_TG) if isinstance(x_TI, RoundedRows) else round_rows(x_TI)
         y_TO: Tensor = torch.ops.aten._scaled_mm(
             rounded_TI,
             self._weight_OI.t(),
             scales_T1,
             self._scales_1O,
-            out_dtype=x_TI.dtype,
+            out_dtype=self._dtype,
             use_fast_accum=self._fast_accumulation,
         )
         return y_TO if bias_O is None else y_TO.add_(bias_O)

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.kernels.float8 import FLOAT8, GROUP, LARGEST, SMALLEST
 from engine.kernels.float8_ops import round_rows
 from engine.layers.packing import PackedWeight
+from engine.layers.rounded import RoundedRows
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.types.errors import PluginError
@@ -99,9 +100,12 @@ def _(x_TI: Tensor, scales_TC: Tensor, weight_OI: Tensor, scales_LB: Tensor, num
 
 
 class Fp8BlockWeight:
-    """W[O, I] in float8, with a scale per block."""
+    """W[O, I] in float8, with a scale per block; a ``RoundingWeight``."""
+
+    input_group = GROUP
 
     def __init__(self, weight_OI: Tensor) -> None:
+        self.input_width = weight_OI.shape[1]
         self._weight_OI, scales_BC = in_blocks(weight_OI)
         scales_BL = F.pad(scales_BC, (0, -scales_BC.shape[1] % SCALES_MULTIPLE))
         self._scales_LB = scales_BL.contiguous().t()
@@ -109,11 +113,18 @@ class Fp8BlockWeight:
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + bias."""
-        num_rows = len(x_TI)
-        if not num_rows:
-            return x_TI.new_empty((0, len(self._weight_OI)))
-        y_TO = multiply_blocks(*round_rows(x_TI, GROUP), self._weight_OI, self._scales_LB, num_rows)
+        if not len(x_TI):
+            return x_TI.new_empty((0, len(self._weight_OI)), dtype=torch.bfloat16)
+        rounded_TI, scales_TC, num_rows = _in_groups(x_TI)
+        y_TO = multiply_blocks(rounded_TI, scales_TC, self._weight_OI, self._scales_LB, num_rows)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+
+def _in_groups(x_TI: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return rounded rows, their scales, and the number of rows."""
+    if isinstance(x_TI, RoundedRows):
+        return x_TI, x_TI.scales_TG, x_TI.num_rows
+    return *round_rows(x_TI, GROUP), len(x_TI)
 
 
 class Float8Blocks:

@@ -7,10 +7,12 @@ round before the read makes damaged pages, which a digest shows.
 """
 
 import ctypes
+import logging
 import mmap
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Final, Protocol
 
@@ -21,6 +23,8 @@ from engine.plugins.hookspecs import TransferContext
 from engine.plugins.transfer.options import check_ring
 from engine.plugins.transfer.tcp import TcpOptions, TcpTransfer
 from engine.types.errors import PluginError
+
+log = logging.getLogger(__name__)
 
 LEAST_READ: Final = 32 << 10  # bytes; fewer go with their message
 MOST_NOTED: Final = 256  # messages whose pages wait to be read
@@ -57,7 +61,9 @@ class MemoryReader(Protocol):
     pass_on: bytes
 
     def read(self, source: bytes, address: int, num_bytes: int) -> bool:
-        """Read into the memory for arrivals, and return whether all came.  source: the other's ``pass_on``."""
+        """Read into the memory for arrivals, and return whether all came.  source: the other's ``pass_on``.
+
+        It may raise any error."""
         ...
 
     def close(self) -> None:
@@ -94,11 +100,14 @@ class RemoteReadTransfer:
         self._arrived: queue.Queue[_ReadNote | None] = queue.Queue(MOST_NOTED)
         self._receiving = threading.Lock()
         self._is_closed = False
+        self._reader = new_reader(self._ring, self._arrivals)
         try:
-            self._reader = new_reader(self._ring, self._arrivals)
             self._messages = TcpTransfer(replace(context, receive=self._noted), options)
-        except PluginError as error:
-            raise PluginError(str(error).replace("transfer.tcp", plugin)) from None
+        except BaseException as error:
+            self._reader.close()
+            if isinstance(error, PluginError):
+                raise PluginError(str(error).replace("transfer.tcp", plugin)) from None
+            raise
         self.address = self._messages.address
         self.locate = self._messages.locate
         self._thread = threading.Thread(target=self._run, name=f"{plugin}{context.rank}", daemon=True)
@@ -125,8 +134,9 @@ class RemoteReadTransfer:
             return
         self._is_closed = True
         self._messages.close()
-        while not self._arrived.empty():
-            self._arrived.get_nowait()
+        with suppress(queue.Empty):  # the thread takes some too
+            while True:
+                self._arrived.get_nowait()
         self._arrived.put(None)
         self._thread.join()
         self._reader.close()
@@ -144,7 +154,12 @@ class RemoteReadTransfer:
 
     def _run(self) -> None:
         while (note := self._arrived.get()) is not None:
-            if self._reader.read(note.source, note.address, note.num_bytes):
+            try:
+                has_come = self._reader.read(note.source, note.address, note.num_bytes)
+            except Exception:  # the other engine's message is lost, and others are read
+                log.exception("pages of another engine could not be read")
+                has_come = False
+            if has_come:
                 self._pass_on(note.message, self._arrivals.first(note.num_bytes))
 
     def _pass_on(self, message: bytes, payload: bytes) -> None:

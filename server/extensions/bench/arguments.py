@@ -29,8 +29,9 @@ examples:
 """
 LEAGUE = """\
 Serves each model by callboard, and by the others that are there: a GGUF file by llama.cpp (of the PATH, or the wheel
-xllamacpp of an interpreter) and ik_llama.cpp, a checkpoint by vLLM if it is installed.  Each gets the same texts, in
-turns.  A table has tokens a second, how many times the first server's, and the same by the servers' processor time.
+xllamacpp of an interpreter) and ik_llama.cpp, a checkpoint by vLLM, and both by transformers' generate in batches.
+Each gets the same texts, in turns.  A table has tokens a second, how many times the first server's, and the same by
+the servers' processor time.
 """
 
 
@@ -72,6 +73,8 @@ def _add_league(league: ArgumentParser) -> None:
     python = "else an interpreter that has xllamacpp (default: this one)"
     league.add_argument("--llama-python", default=sys.executable, metavar="FILE", help=python)
     league.add_argument("--ik-llama-server", default="", metavar="FILE", help="ik_llama.cpp's binary")
+    python = "an interpreter that may have transformers (default: this one)"
+    league.add_argument("--transformers-python", default=sys.executable, metavar="FILE", help=python)
     league.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
     league.add_argument("--plot", type=picture, metavar="PNG", help="draw them; needs matplotlib")
     league.set_defaults(run=f"{COMMAND}:league", **NO_CONFIGURATION)

@@ -116,7 +116,11 @@ def league(parsed: Namespace, config: Config) -> None:
             raise ConfigError(f"--ik-llama-server {parsed.ik_llama_server}: is no program that can be run")
         llama["ik_llama.cpp"] = [binary]
     llama = {name: command for name, command in llama.items() if command}
-    entry = league.LeagueServers(parsed.precisions, llama, parsed.threads, max(parsed.streams))
+    if shutil.which(parsed.transformers_python) is None:
+        raise ConfigError(f"--transformers-python {parsed.transformers_python}: is no program that can be run")
+    entry = league.LeagueServers(
+        parsed.precisions, llama, parsed.transformers_python, parsed.threads, max(parsed.streams)
+    )
     rows = [
         row
         for model in parsed.models

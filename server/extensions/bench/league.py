@@ -8,6 +8,7 @@ what the client takes, and what a neighbour of the machine takes, do not count i
 import asyncio
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,8 @@ from server.extensions.bench.server_process import ServerProcess
 
 SLOT_TOKENS = 2048
 ATTEMPTS = 3  # a server that refuses a connection while it is busy is no result
+TRANSFORMERS = Path(__file__).with_name("transformers_server.py").resolve()
+OF_GGUF = ("accelerate", "gguf")  # which transformers needs to read such a file
 LOADS = {
     "short": LoadSizes(prompt=32, output=16),
     "long": LoadSizes(prompt=32, output=128),
@@ -43,10 +46,13 @@ FIELDS = {"temperature": 0, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class LeagueServers:
-    """The servers of a league.  precisions: of callboard.  llama: commands that serve as ``llama-server``, by name."""
+    """The servers of a league.  precisions: of callboard.  llama: commands that serve as ``llama-server``, by name.
+
+    transformers: an interpreter that may have it."""
 
     precisions: Sequence[str]
     llama: dict[str, list[str]]
+    transformers: str
     threads: int
     most_streams: int
 
@@ -60,12 +66,22 @@ class LeagueServers:
         elif (vllm := shutil.which("vllm")) is not None:
             told = ["--max-model-len", str(SLOT_TOKENS), "--max-num-seqs", str(self.most_streams), "--port"]
             found["vLLM"] = partial(ServerProcess, [vllm, "serve", model, *told], "/health")
+        if _has_transformers(self.transformers, [] if Path(model).is_dir() else OF_GGUF):
+            told = [str(TRANSFORMERS), model, str(self.most_streams), str(self.threads)]
+            found["transformers"] = partial(ServerProcess, [self.transformers, *told], "/v1/models")
         for precision in self.precisions:
             sets = [f"model.quantization={precision}", f"device.threads={self.threads}"]
             told = [one for setting in sets for one in ("--set", setting)]
             command = [sys.executable, "-m", "callboard", "serve", model, *told, "--port"]
             found[f"callboard {precision}"] = partial(ServerProcess, command, "/ready")
         return found
+
+
+def _has_transformers(python: str, more: Sequence[str]) -> bool:
+    """Whether an interpreter can serve with transformers, which needs more packages for some files."""
+    script = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
+    command = [python, "-c", script, "torch", "transformers", *more]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def compete(

@@ -78,8 +78,9 @@ class LocalFleet:
         if self._processes[number].poll() is not None and not self._stopped[number]:
             code, after_s = self._processes[number].returncode, self._pause_s(number)
             log.warning("engine %d ended with code %d; it is started again in %g s", number, code, after_s)
+            ended = self._processes[number]
             await asyncio.sleep(after_s)
-            if self._stopped[number]:
+            if self._stopped[number] or self._processes[number] is not ended:  # an operator stopped it meanwhile
                 return ""
             self._end(number)
             self._processes[number] = self._start(number)

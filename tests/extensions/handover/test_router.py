@@ -75,3 +75,26 @@ def test_an_engine_that_ends_soon_is_started_later_each_time(monkeypatch: pytest
     assert fleet._pause_s(0) == 0
     monkeypatch.setattr(time, "monotonic", lambda: 105.0)
     assert fleet._pause_s(0) == 1
+
+
+async def test_an_engine_that_an_operator_starts_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tmp_path / "engine"
+    engine.write_text("#!/bin/sh\nexec cat\n")
+    engine.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(engine))
+    fleet = LocalFleet(Config(), 1)
+    try:
+        fleet._processes[0].kill()
+        fleet._processes[0].wait()
+        finding = asyncio.ensure_future(fleet.url(0))
+        await asyncio.sleep(0.05)  # it waits for a second
+        await fleet.stop(0)
+        await fleet.start(0)
+        started = fleet._processes[0]
+        assert await finding == ""
+        assert fleet._processes[0] is started
+        assert started.poll() is None
+    finally:
+        fleet.close()

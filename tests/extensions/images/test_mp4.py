@@ -122,6 +122,14 @@ def test_frames_that_the_header_leaves_out_are_counted(monkeypatch: pytest.Monke
     assert "more than 11 frames" in judged(data, FILM).problem
 
 
+def test_a_rate_whose_times_are_no_numbers_is_refused() -> None:
+    pytest.importorskip("av")
+    data = bytearray(written())
+    at = data.index(b"stts") + 16  # the time of each frame
+    data[at : at + 4] = (0x7FFFFFFF).to_bytes(4, "big")
+    assert "an MP4 of 5e-06 frames a second" in judged(bytes(data), FILM).problem
+
+
 def test_a_requests_mp4s_have_so_many_pixels_together(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("av")
     monkeypatch.setattr("server.extensions.images.sight.MAX_MP4_PIXELS", 2 * 6 * 32 * 24 - 1)

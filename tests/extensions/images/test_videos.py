@@ -99,6 +99,7 @@ def test_what_is_no_video_is_refused(live: LiveServer, monkeypatch: pytest.Monke
         ({"type": "video", "video": small[:1] * 769}, "video", "more than 768 frames"),
         ({"type": "video", "video": small[:1] * 2, "fps": "2"}, "video.fps", "a number of frames a second"),
         ({"type": "video", "video": small[:1] * 2, "fps": -1}, "video.fps", "a number of frames a second"),
+        ({"type": "video", "video": small[:1] * 2, "fps": 1e-300}, "video.fps", "a number of frames a second"),
         ({"type": "video", "file_id": "file_1"}, "file_id", "this server keeps none"),
     ):
         reply = post(live, part)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,11 +20,13 @@ from engine.plugins.encoder import film_pixels
 from engine.plugins.encoder.films import (
     WAY,
     FilmFamily,
+    GemmaFilms,
     InternFilms,
     OnevisionFilms,
     QwenFilms,
     SmolFilms,
     TimedQwenFilms,
+    spelt,
 )
 from engine.plugins.encoder.layouts import FamilyFiles
 from engine.plugins.encoder.transformers import TransformersEncoder
@@ -31,7 +34,7 @@ from engine.plugins.parsers import plugin_codec
 from engine.text.pictures import FIRST_ID, NAME, PlacedPicture, placed_pictures
 from engine.text.turns import read_turn
 from engine.types.errors import RequestError
-from engine.types.prompt import Film
+from engine.types.prompt import LEAST_FPS, Film
 from tests.features.images import made
 from tests.features.images.served import ONE, chat, checkpoint, encoded, engine
 
@@ -199,6 +202,23 @@ def test_frames_and_pixels_are_those_of_the_processors(case: dict[str, Any]) -> 
     one_level = 1 / 255 / min(films.settings["image_std"])  # other instructions may round to the next one
     assert torch.allclose(some, torch.tensor(case["some"]), atol=1.1 * one_level)
     assert pixels.mean().item() == pytest.approx(case["mean"], abs=0.1 * one_level)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES.values(), GemmaFilms])
+def test_every_rate_and_length_that_is_let_in_has_a_layout(family: type[FilmFamily]) -> None:
+    films = family(FamilyFiles({"vision_config": {"image_size": 56, "patch_size": 14}}, {}, {}), {})
+    for fps in (0.0, LEAST_FPS, 1.0, 1e9):
+        for film in (Film(2, fps), Film(18_000, fps), Film(768, fps, are_chosen=True)):
+            shown = films.shown(56, 64, film)
+            layout = films.layout(shown)
+            assert math.isfinite(layout.interval)
+            assert layout.num_rows >= len(shown.indices) // 2
+
+
+def test_numbers_are_spelt_as_num2words_has_them() -> None:
+    assert spelt(2_000) == "two thousand"
+    assert spelt(18_041) == "eighteen thousand and forty-one"
+    assert spelt(1_210) == "one thousand, two hundred and ten"
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])

@@ -18,6 +18,8 @@ from engine.layers.comm import Unconnected
 from engine.layers.experts import Experts
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.mlp import clamped_swish
+from engine.layers.norm import RMSNorm
+from engine.layers.summed_norm import PartsNorm
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.model import WAITING, RecordedOperations
 from engine.types.errors import ConfigError
@@ -90,11 +92,18 @@ def test_neighbours_have_tiles_that_are_near_and_each_is_done_once(num_tiles, wi
         assert len({tile for tile, _ in pairs[first : first + 4 * columns]}) <= 4
 
 
-def test_many_pairs_are_placed_by_larger_blocks_in_the_same_order():
-    chosen = torch.randint(0, 6, (3 * kernel.MANY_PAIRS_AT_ONCE, 1))
-    order, counts = kernel.sorted_pairs(chosen, 6, 0)
-    assert torch.equal(order.long(), chosen[:, 0].argsort(stable=True))
-    assert torch.equal(counts.long(), chosen[:, 0].bincount(minlength=6))
+@pytest.mark.parametrize(
+    ("num_pairs", "num_experts", "first"), [(7000, 6, 0), (18_000, 31, 0), (5001, 3, 2), (2049, 1, 1)]
+)
+def test_many_pairs_are_placed_by_blocks_in_the_same_order(num_pairs: int, num_experts: int, first: int):
+    generator = torch.Generator().manual_seed(num_pairs)
+    chosen = torch.randint(0, num_experts + first + 2, (num_pairs, 1), generator=generator)  # some are of other ranks
+    chosen[chosen == first + num_experts // 2] = 0  # an expert without pairs
+    order, counts = kernel.sorted_pairs(chosen, num_experts, first)
+    here = chosen[:, 0] - first
+    expected = [(here == expert).nonzero()[:, 0] for expert in range(num_experts)]
+    assert counts.tolist() == [len(one) for one in expected]
+    assert order[: counts.sum()].tolist() == torch.cat(expected).tolist()
 
 
 def in_four_bits(num_experts: int, outputs: int, inputs: int, seed: int) -> tuple[FourBits, Tensor]:
@@ -226,3 +235,41 @@ def test_a_layer_reads_the_codes_of_a_file_and_gives_what_their_floats_give(rank
     floats, codes = results
     assert floats.abs().max() > 1
     torch.testing.assert_close(codes, floats, rtol=0.02, atol=0.02 * float(floats.abs().max()))
+
+
+def test_the_norm_behind_a_layer_adds_what_its_experts_give():
+    """It has the bits of the sum by itself, and of the norm behind that."""
+    shape = ExpertsShape(num_experts=6, num_chosen=3, expert_size=24, activation="silu", router=RouterShape())
+    layers = [Experts(shape, 40, LocalComm(), torch.device("cpu"), torch.bfloat16) for _ in range(2)]
+    kernels = FusedKernels("cpu")
+    for layer in layers:
+        for number, one in enumerate(layer.slices("")):
+            one.target.copy_(normal(*one.target.shape, seed=number) / 4)
+        layer.on_gpu = True
+        layer.pack(kernels)
+    norm = RMSNorm(40, 1e-6, torch.device("cpu"), torch.bfloat16)
+    norm.weight.copy_(normal(40, seed=8))
+    norm.pack(kernels)
+    x, stream = normal(7, 40, seed=99, dtype=torch.bfloat16), normal(7, 40, seed=98, dtype=torch.bfloat16)
+    assert layers[1].leave_parts()
+    parts = layers[1](x, kernels)
+    assert parts.shape == (7, 3, 40)
+    streams = stream.clone(), stream.clone(), stream.clone()
+    joined = PartsNorm(norm).added(streams[0], parts, kernels)
+    total = sum(parts.float().unbind(1), torch.zeros(7, 40))
+    alone = norm.added(streams[1], (total.view(torch.int32) & -65536).view(torch.float32).bfloat16(), kernels)
+    assert torch.equal(joined, alone)
+    assert torch.equal(streams[0], streams[1])
+    torch.testing.assert_close(joined, norm.added(streams[2], layers[0](x, kernels), kernels), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(joined, PartsNorm(norm).added(stream.clone(), parts, None), rtol=0.02, atol=0.02)
+
+
+def test_experts_beside_others_add_by_themselves():
+    shape = ExpertsShape(
+        num_experts=4, num_chosen=2, expert_size=24, activation="silu", router=RouterShape(), shared_size=16
+    )
+    layer = Experts(shape, 40, LocalComm(), torch.device("cpu"), torch.float32)
+    layer.on_gpu = True
+    layer.pack(FusedKernels("cpu"))
+    assert not layer.leave_parts()
+    assert layer(normal(3, 40), None).shape == (3, 40)

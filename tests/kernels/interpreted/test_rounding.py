@@ -1,5 +1,6 @@
 """Rows in float8 and their scales, against those that torch rounds one operation at a time: the same bits."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,25 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from engine.kernels.float8 import rounded
+from engine.kernels.activation import KINDS, gated
+from engine.kernels.float8 import GROUP, rounded
+from engine.kernels.fused import FusedKernels
 from engine.kernels.norm import add_norm
-from engine.kernels.rounding import MAX_WIDTH, add_norm_round, round_rows
+from engine.kernels.rounding import MAX_WIDTH, add_norm_round, gated_round, round_rows
+from engine.layers.packing import Linears
+from engine.layers.rounded import RoundedRows, RoundingMLP, RoundingNorm
+from engine.models import decoder_weights
+from engine.models.loader import load_model
+from engine.plugins.comm.local import LocalComm
+from engine.plugins.families import read_model
+from engine.plugins.linear import torch_fp8
+from engine.plugins.linear.torch import Plain
+from engine.plugins.linear.torch_fp8 import Float8
+from engine.plugins.linear.torch_fp8_block import Fp8BlockWeight
+from engine.plugins.testing.steps import Driver
+from engine.settings import own_kernels
+from tests.models.checkpoints import build, random_tokens, save
+from tests.plugins import test_torch_fp8, test_torch_fp8_block
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +103,90 @@ def test_behind_a_norm_rows_are_rounded_as_by_themselves(width: int, group: int)
     assert torch.equal(x_TD, alone_TD)
     assert torch.equal(found[0][:3].view(torch.uint8), expected[0][:3].view(torch.uint8))
     assert torch.equal(found[1][:3], expected[1][:3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("width", "group"), [(384, 0), (384, 128), (100, 0), (1536, 128)])
+def test_behind_a_gate_rows_are_rounded_as_by_themselves(width: int, group: int, kind: str):
+    gate_up_T2I = torch.randn(3, 2 * width, generator=torch.Generator().manual_seed(5)).bfloat16()
+    gate_up_T2I[1, :width] = 0.0
+    found, expected = gated_round(gate_up_T2I, kind, group), round_rows(gated(gate_up_T2I, kind), group)
+    assert found[0].shape == expected[0].shape
+    assert found[1].stride() == expected[1].stride()
+    assert torch.equal(found[0][:3].view(torch.uint8), expected[0][:3].view(torch.uint8))
+    assert torch.equal(found[1][:3], expected[1][:3])
+
+
+def test_a_product_reads_rounded_rows_and_rows_alike(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", test_torch_fp8_block.scaled_product)
+    x_TI = torch.randn(5, 256, generator=torch.Generator().manual_seed(6)).bfloat16()
+    weight = Fp8BlockWeight(torch.randn(32, 256, generator=torch.Generator().manual_seed(7)).bfloat16())
+    found = weight(RoundedRows.of(round_rows(x_TI, GROUP), 5), None)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, weight(x_TI, None))
+
+
+class CountedKernels(FusedKernels):
+    """Kernels that count their launches by name."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.launches: list[str] = []
+        for name in ("add_norm", "add_norm_round", "gated", "gated_round"):
+            setattr(self, name, self._counting(name, getattr(self, name)))
+
+    def _counting(self, name: str, launch: Any) -> Any:
+        def counted(*given: Any, **named: Any) -> Any:
+            self.launches.append(name)
+            return launch(*given, **named)
+
+        return counted
+
+
+def decode(spec: Any, kernels: CountedKernels) -> tuple[torch.Tensor, list[str]]:
+    """Logits of a prompt and a decode step, and what the latter launches."""
+    linears = Linears(Float8(), Plain(2))
+    model = load_model(
+        spec, LocalComm(), torch.device("cpu"), torch.bfloat16, "safetensors", 0,
+        linears=linears, progress=False, kernels=kernels,
+    )  # fmt: skip
+    driver = Driver(model, page_size=4)
+    found = [driver.step({"a": random_tokens(5, 1)})["a"]]
+    kernels.launches.clear()
+    found.append(driver.step({"a": random_tokens(1, 2)})["a"])
+    return torch.cat(found), kernels.launches
+
+
+def test_a_layer_has_three_launches_less_and_the_same_bits(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    """The bits are those of the same products, of the same shapes, called twice, of float64."""
+    monkeypatch.setenv(own_kernels.VARIABLE, "triton")
+    monkeypatch.setattr(torch_fp8.torch.ops.aten, "_scaled_mm", test_torch_fp8.ScaledProduct())
+    kernels = CountedKernels()
+    monkeypatch.setattr(torch_fp8, "round_rows", lambda x: kernels.launches.append("round_rows") or round_rows(x))
+    spec = read_model(save(build("qwen3-tied"), tmp_path))
+    layers = len(spec.shape.layers)
+    found, launches = decode(spec, kernels)
+    joined = Counter(launches)
+    monkeypatch.setattr(decoder_weights, "join_roundings", lambda *_: None)
+    expected, launches = decode(spec, kernels)
+    assert Counter(launches) == {"add_norm": 2 * layers - 1, "round_rows": 4 * layers, "gated": layers}
+    assert joined == {"add_norm_round": 2 * layers - 1, "gated_round": layers, "round_rows": layers + 1}
+    assert torch.equal(found, expected)
+
+
+def test_a_product_that_adapters_change_gets_rows_as_they_are(tmp_path: Any):
+    spec = read_model(save(build("qwen3-tied"), tmp_path))
+    model = load_model(
+        spec, LocalComm(), torch.device("cpu"), torch.bfloat16, "safetensors", 0,
+        linears=Linears(Float8(), Plain(2)), progress=False, kernels=FusedKernels("cpu"),
+    )  # fmt: skip
+    layer = model.layers[1]
+    assert isinstance(layer.before_attention, RoundingNorm)
+    assert isinstance(layer.mlp, RoundingMLP)
+    x_TD = torch.ones(2, spec.shape.hidden_size).bfloat16()
+    kernels = FusedKernels("cpu")
+    assert isinstance(layer.before_attention.added(x_TD.clone(), x_TD, kernels), RoundedRows)
+    layer.attention.qkv.adapt(lambda packed: lambda x, bias: x)
+    found = layer.before_attention.added(x_TD.clone(), x_TD, kernels)
+    assert not isinstance(found, RoundedRows)
+    assert found.dtype == torch.bfloat16

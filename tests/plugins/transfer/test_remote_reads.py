@@ -3,9 +3,11 @@
 import ctypes
 import importlib
 import inspect
+import queue
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +22,7 @@ from engine.plugins.transfer.kit import check_transfer
 from engine.plugins.transfer.transfer import PageCarrier
 from engine.types.errors import PluginError
 from tests.attention.signatures import as_recorded, definition_in, signature_of
+from tests.pace import far
 
 NAMES = ("one", "other")
 # Of nixl 1.5.1, from its Python code.
@@ -211,6 +214,40 @@ def test_a_read_that_fails_is_a_message_that_is_lost(
     monkeypatch.setattr(FakeAgent, "check_xfer_state", lambda agent, handle: "ERR")
     with pytest.raises(ConformanceError, match="1048576 bytes never arrives"):
         check_transfer(maker(plugins["nixl"], options(tmp_path)), NAMES)
+
+
+def test_a_library_that_raises_loses_one_message(
+    plugins: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[int] = []
+
+    def read(engine: FakeEngine, target: str, here: int, there: int, size: int) -> int:
+        places.append(there)
+        if len(places) == 1:
+            raise TypeError("incompatible function arguments")
+        ctypes.memmove(here, there, size)
+        return 0
+
+    monkeypatch.setattr(FakeEngine, "transfer_sync_read", read)
+    given, came = options(tmp_path, protocol="tcp"), queue.Queue[bytes]()
+    context = TransferContext(receive=lambda message, _: came.put(message), most_bytes=1 << 20)
+    one, other = (maker(plugins["mooncake"], given)(name, context) for name in NAMES)
+    with closing(one), closing(other):
+        for message in (b"first", b"second"):
+            one.send(one.locate("other"), message, bytes(1 << 16))
+        assert came.get(timeout=far(10)) == b"second"
+    assert len(places) == 2
+
+
+def test_a_reader_ends_where_messages_cannot_begin(
+    plugins: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(FakeEngine, "unregister_memory", lambda engine, address: ended.append(address))
+    given = {**options(tmp_path, protocol="tcp"), "name": "one", "key_file": "none"}
+    with pytest.raises(PluginError, match=r"transfer\.mooncake: key_file"):
+        plugins["mooncake"].callboard_transfer(TransferContext(lambda *_: None, 1 << 20, options=given))
+    assert len(ended) == 2
 
 
 def test_what_cannot_work_is_refused_at_the_start(

@@ -24,6 +24,7 @@ from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton.decode import decode_attention, merge_parts
 from engine.plugins.attention.triton.prefill import prefill_attention
+from engine.plugins.attention.triton.shared import LEAST_ROWS, SPLITS, SharedKeys
 from engine.plugins.attention.triton.tiles import (
     MAX_PROGRAMS_PER_PROCESSOR,
     DecodeTiles,
@@ -74,6 +75,7 @@ class TritonAttention:
             most = MOST_LATENT_HEADS if pool.dtype.itemsize <= 2 else LATENT_HEADS
             self._group = max(one for one in range(1, most + 1) if spec.num_heads % one == 0)
         self._num_groups = spec.num_heads // self._group
+        self._first_full = next((one for one in range(spec.num_layers) if not spec.window_of(one)), 0)
         # The kernels use powers of 2.  A cap times the tanh of (score / cap), by a sigmoid of twice that.
         self._scale_log2 = (spec.soft_cap or spec.scale) * math.log2(math.e)
         self._squash = 2 * spec.scale / spec.soft_cap if spec.soft_cap else 0.0
@@ -95,6 +97,9 @@ class TritonAttention:
         self._batch: AttentionBatch | None = None
         self._num_decodes = 0  # rows of the batch for decode kernels
         self._decode: DecodeTiles = self._default_decode
+        # Graphs read the memory of the batches that they were captured with, so none of it is freed.
+        self._shared: list[SharedKeys] = []
+        self._compared: AttentionBatch | None = None
         self._prefill: PrefillTiles = self._default_prefill
 
     def plan_step(self, batch: AttentionBatch, tiles: DecodeTiles | PrefillTiles | None = None) -> None:
@@ -137,21 +142,52 @@ class TritonAttention:
     def _attend_decodes(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
         spec, tiles, num_rows = self.spec, self._decode, self._num_decodes
         num_shares = self._num_shares(tiles.programs)
+        shared = self._shared_keys(batch, layer, q_TNH) if num_rows >= LEAST_ROWS and not window else None
+        parts = (None, None, None) if shared is None else (shared.skips_B, shared.out, shared.weight)
         decode_attention[(self._num_groups, num_shares)](
             q_TNH, out_TNH, self.pool.keys(layer), self.pool.values(layer), batch.page_table_BP, batch.lengths_B,
             self._part_out, self._part_weight, num_rows, self._scale_log2, q_TNH.stride(0),
-            batch.page_table_BP.stride(0), self._squash, self._sinks(layer),
+            batch.page_table_BP.stride(0), self._squash, self._sinks(layer), *parts,
             BLOCK_M=max(16, padded(self._group)),  # the least that tensor cores support
+            SHARED=shared is not None, SPLITS=SPLITS,
             **self._constants(tiles, window),
         )  # fmt: skip
         heads = 1 if num_rows * spec.num_heads <= MAX_MERGE_PROGRAMS else self._group
         merge_parts[(spec.num_heads // heads, num_rows)](
             out_TNH, batch.lengths_B, self._part_out, self._part_weight, num_rows, num_shares, heads,
-            self._sinks(layer),
+            self._sinks(layer), *parts,
             NUM_HEADS=spec.num_heads, HEAD_SIZE=spec.value_size, WINDOW=window, SINKS=bool(spec.sinks),
             BLOCK_B=ROWS_AT_ONCE, BLOCK_N=tiles.block_keys, BLOCK_S=PARTS_AT_ONCE, BLOCK_H=padded(spec.value_size),
+            SHARED=shared is not None, SPLITS=SPLITS, BLOCK_P=padded(SPLITS + 1),
             num_warps=4, num_stages=2, enable_fp_fusion=FUSION, **self._launch,
         )  # fmt: skip
+
+    def _shared_keys(self, batch: AttentionBatch, layer: int, q_TNH: Tensor) -> SharedKeys | None:
+        """Return what rows share, after attention to it; None for latents, of which programs read few heads each."""
+        spec, num_rows = self.spec, self._num_decodes
+        if spec.latent_size:
+            return None
+        shared = next((one for one in self._shared if one.max_rows >= num_rows), None)
+        if shared is None:
+            shared = SharedKeys(padded(num_rows), spec.num_heads, spec.head_size, q_TNH.device)
+            self._shared.append(shared)
+        # In each pass anew, at the first layer that sees everything: a graph has the launches of one pass.
+        if self._compared is not batch or layer == self._first_full:
+            page_size, block_keys = self.pool.page_size, self._decode.block_keys
+            shared.find(batch.page_table_BP, batch.lengths_B, num_rows, page_size, block_keys, self._launch)
+            self._compared = batch
+        prefill = self._default_prefill
+        constants = self._constants(self._decode, 0) | {
+            "BLOCK_M": max(prefill.block_rows, padded(self._group)),
+            "num_warps": prefill.num_warps,
+            "num_stages": prefill.num_stages,
+        }
+        for name in ("TAIL", "SINKS", "WINDOW", "BLOCK_B", "BLOCK_R"):
+            del constants[name]
+        keys, values = self.pool.keys(layer), self.pool.values(layer)
+        table = batch.page_table_BP
+        shared.attend(q_TNH, keys, values, table, num_rows, self._scale_log2, self._squash, self._num_groups, constants)
+        return shared
 
     def _attend_prompts(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
         tiles, first = self._prefill, self._num_decodes

@@ -3,7 +3,7 @@
 Legend: B decode rows, some of them · M query heads of one KV head, padded · N keys of a tile · H value size, padded
         R numbers of a key beyond its value, padded · S parts of one row
 Owns: the assignment of tiles to programs, one pass over keys and values, and merging the parts of a row.
-Does not know: prompts, the sizes of tiles.
+Does not know: prompts, the sizes of tiles, which rows share keys (``shared.py``).
 
 Row b's visible keys lie in tiles of BLOCK_N positions.  The tiles of all rows form one line, and each of a fixed number
 of programs works on the same number of adjacent tiles: however ragged the lengths, all end together.  The host reads no
@@ -18,29 +18,44 @@ from engine.kernels.products import join_sink, multiply, squashed
 
 
 @triton.jit
-def visible_tiles(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def visible_tiles(length, skip, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (first tile, number of tiles) visible from a row's last position; no tiles for length 0.  Scalars or
-    vectors."""
-    first_tile = length * 0
+    vectors.  skip: tiles in front that are not a row's own (``shared.py``)."""
+    first_tile = length * 0 + skip
     if WINDOW > 0:
         first_tile = tl.maximum(length - WINDOW, 0) // BLOCK_N
     return first_tile, tl.cdiv(length, BLOCK_N) - first_tile
 
 
 @triton.jit
-def count_tiles(lengths, num_rows, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+def skips_of(skips, row, mask, SHARED: tl.constexpr):
+    """Return the shared tiles of rows; 0 if no rows share any in this launch."""
+    skip = row * 0
+    if SHARED:
+        skip = tl.load(skips + row, mask=mask, other=0)
+    return skip
+
+
+@triton.jit
+def count_tiles(
+    lengths, skips, num_rows, WINDOW: tl.constexpr, SHARED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Return the number of tiles of the first num_rows rows."""
     count_B = tl.zeros([BLOCK_B], tl.int32)
     for first_row in range(0, num_rows, BLOCK_B):
         row_B = first_row + tl.arange(0, BLOCK_B)
         length_B = tl.load(lengths + row_B, mask=row_B < num_rows, other=0)
-        _, tiles_B = visible_tiles(length_B, WINDOW, BLOCK_N)
+        skip_B = skips_of(skips, row_B, row_B < num_rows, SHARED)
+        _, tiles_B = visible_tiles(length_B, skip_B, WINDOW, BLOCK_N)
         count_B += tiles_B
     return tl.sum(count_B, 0)
 
 
 @triton.jit
-def find_row(lengths, num_rows, tile, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+def find_row(
+    lengths, skips, num_rows, tile,
+    WINDOW: tl.constexpr, SHARED: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Return (row of a tile of the line, number of that row's first tile).  Rows without tiles are skipped."""
     row = tile * 0
     row_begin = tile * 0
@@ -48,7 +63,8 @@ def find_row(lengths, num_rows, tile, WINDOW: tl.constexpr, BLOCK_B: tl.constexp
     for first_row in range(0, num_rows, BLOCK_B):
         row_B = first_row + tl.arange(0, BLOCK_B)
         length_B = tl.load(lengths + row_B, mask=row_B < num_rows, other=0)
-        _, tiles_B = visible_tiles(length_B, WINDOW, BLOCK_N)
+        skip_B = skips_of(skips, row_B, row_B < num_rows, SHARED)
+        _, tiles_B = visible_tiles(length_B, skip_B, WINDOW, BLOCK_N)
         before_B = (row_B < num_rows) & (passed + tl.cumsum(tiles_B, 0) <= tile)
         row += tl.sum(before_B.to(tl.int32), 0)
         row_begin += tl.sum(tl.where(before_B, tiles_B, 0), 0)
@@ -66,11 +82,11 @@ def share_size(num_tiles, num_shares):
 @triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["page_table", "lengths"])
 def decode_attention(
     q, out, keys, values, page_table, lengths, part_out, part_weight, num_rows, scale_log2, q_stride, table_stride,
-    squash, sinks,
+    squash, sinks, skips, shared_out, shared_weight,
     NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, TAIL: tl.constexpr, SLOT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, SHARED: tl.constexpr, SPLITS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute program (head, share): all query heads of one KV head, so that a key is read once for all of them.
 
@@ -80,18 +96,20 @@ def decode_attention(
     [share, 2, heads, HEAD_SIZE] and [share, 2, heads]; place 0 is for the continuation of a row of an earlier share,
     place 1 for the beginning of a row that a later share ends. part_weight is log2 of the sum of weights. A row within
     one share is written to out directly. keys, values: of q's type, or float8, converted to it here.
+    skips: if SHARED, each row's tiles in front that ``shared_attention`` reads; such a row within one share is written
+    to the last place of that kernel's parts.
     """
     head = tl.program_id(0)  # fastest: neighbours read neighbouring 256-byte pieces of the same slots
     share = tl.program_id(1)
     wait_for_previous(PDL)
     let_next_begin(PDL)
-    num_tiles = count_tiles(lengths, num_rows, WINDOW, BLOCK_B, BLOCK_N)
+    num_tiles = count_tiles(lengths, skips, num_rows, WINDOW, SHARED, BLOCK_B, BLOCK_N)
     size = share_size(num_tiles, tl.num_programs(1))
     tile = share * size
     stop = tl.minimum(tile + size, num_tiles)
     if tile >= stop:
         return
-    row, row_begin = find_row(lengths, num_rows, tile, WINDOW, BLOCK_B, BLOCK_N)
+    row, row_begin = find_row(lengths, skips, num_rows, tile, WINDOW, SHARED, BLOCK_B, BLOCK_N)
 
     m_M = tl.arange(0, BLOCK_M)
     n_N = tl.arange(0, BLOCK_N)
@@ -111,7 +129,8 @@ def decode_attention(
 
     while tile < stop:
         length = tl.load(lengths + row)
-        first_tile, row_tiles = visible_tiles(length, WINDOW, BLOCK_N)
+        skip = skips_of(skips, row, row >= 0, SHARED)
+        first_tile, row_tiles = visible_tiles(length, skip, WINDOW, BLOCK_N)
         row_stop = row_begin + row_tiles
         last = tl.minimum(stop, row_stop)
         first_index = first_tile + tile - row_begin
@@ -160,12 +179,17 @@ def decode_attention(
             highest_M = new_highest_M
         whole = (tile == row_begin) & (last == row_stop)
         if SINKS:  # added once: here, or when the parts of a row are merged
-            shrink_M, sum_M = join_sink(highest_M, weight_M, tl.where(whole, sink_M, -float("inf")))
+            alone = whole & (skip == 0)
+            shrink_M, sum_M = join_sink(highest_M, weight_M, tl.where(alone, sink_M, -float("inf")))
             out_MH = out_MH * shrink_M[:, None]
             weight_M = sum_M
-            highest_M = tl.where(whole, tl.maximum(highest_M, sink_M), highest_M)
+            highest_M = tl.where(alone, tl.maximum(highest_M, sink_M), highest_M)
         out_MH = out_MH / tl.where(weight_M > 0, weight_M, 1.0)[:, None]
-        if whole:
+        if whole & (skip > 0):
+            own = (SPLITS * num_rows + row).to(tl.int64) * (NUM_GROUPS * GROUP)
+            tl.store(shared_out + own * HEAD_SIZE + place_MH, out_MH, mask=live_MH)
+            tl.store(shared_weight + own + place_M, highest_M + tl.log2(weight_M), mask=m_M < GROUP)
+        elif whole:
             row_out = out + row.to(tl.int64) * (NUM_GROUPS * GROUP * HEAD_SIZE)
             tl.store(row_out + place_MH, out_MH.to(out.dtype.element_ty), mask=live_MH)
         else:
@@ -180,9 +204,10 @@ def decode_attention(
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares", "heads"], do_not_specialize_on_alignment=["lengths"])
 def merge_parts(
-    out, lengths, part_out, part_weight, num_rows, num_shares, heads, sinks,
+    out, lengths, part_out, part_weight, num_rows, num_shares, heads, sinks, skips, shared_out, shared_weight,
     NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+    SHARED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge parts, as program (i, row): query heads i * heads ... of one row.  num_shares: the decode launch's.
 
@@ -191,14 +216,15 @@ def merge_parts(
     row = tl.program_id(1)
     wait_for_previous(PDL)
     let_next_begin(PDL)
-    size = share_size(count_tiles(lengths, num_rows, WINDOW, BLOCK_B, BLOCK_N), num_shares)
-    row_begin = count_tiles(lengths, row, WINDOW, BLOCK_B, BLOCK_N)
-    _, row_tiles = visible_tiles(tl.load(lengths + row), WINDOW, BLOCK_N)
+    size = share_size(count_tiles(lengths, skips, num_rows, WINDOW, SHARED, BLOCK_B, BLOCK_N), num_shares)
+    row_begin = count_tiles(lengths, skips, row, WINDOW, SHARED, BLOCK_B, BLOCK_N)
+    skip = skips_of(skips, row, row >= 0, SHARED)
+    _, row_tiles = visible_tiles(tl.load(lengths + row), skip, WINDOW, BLOCK_N)
     first_share = row_begin // size
     last_share = (row_begin + tl.maximum(row_tiles, 1) - 1) // size
     s_S = tl.arange(0, BLOCK_S)
     h_H = tl.arange(0, BLOCK_H)
-    if (row_tiles == 0) | (last_share > first_share):
+    if (row_tiles == 0) | (last_share > first_share) | (skip > 0):
         # Both loops count from 0, for the reason that ``decode_attention`` gives.
         for number in range(0, heads):
             head = tl.program_id(0) * heads + number
@@ -206,7 +232,24 @@ def merge_parts(
             # Not -inf: it is subtracted from itself while a block of parts has none.
             highest = -1e30
             weight = 0.0
-            if row_tiles > 0:
+            if SHARED:  # noqa: SIM102 - the compiler decides this one
+                if skip > 0:
+                    s_P = tl.arange(0, BLOCK_P)
+                    # All splits but those behind the last tile, and the row's own part if it was within one share.
+                    there_P = (s_P < SPLITS) & (s_P * tl.cdiv(skip, SPLITS) < skip)
+                    there_P = there_P | ((s_P == SPLITS) & (last_share == first_share))
+                    place_P = (s_P.to(tl.int64) * num_rows + row) * NUM_HEADS + head
+                    log_weight_P = tl.load(shared_weight + place_P, mask=there_P, other=-float("inf"))
+                    part_PH = tl.load(
+                        shared_out + place_P[:, None] * HEAD_SIZE + h_H[None, :],
+                        mask=there_P[:, None] & (h_H < HEAD_SIZE)[None, :],
+                        other=0.0,
+                    )
+                    highest = tl.max(log_weight_P, 0)
+                    weight_P = tl.exp2(log_weight_P - highest)
+                    out_H = tl.sum(part_PH * weight_P[:, None], 0)
+                    weight = tl.sum(weight_P, 0)
+            if (row_tiles > 0) & ((last_share > first_share) | (skip == 0)):
                 for done in range(0, last_share - first_share + 1, BLOCK_S):
                     share_S = first_share + done + s_S
                     # A row begins in place 1 of its first share, and continues in place 0 of the others.
@@ -224,6 +267,7 @@ def merge_parts(
                     out_H = out_H * shrink + tl.sum(part_SH * weight_S[:, None], 0)
                     weight = weight * shrink + tl.sum(weight_S, 0)
                     highest = new_highest
+            if (row_tiles > 0) | (skip > 0):
                 if SINKS:
                     sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
                     shrink, weight = join_sink(highest, weight, sink)

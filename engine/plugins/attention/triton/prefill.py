@@ -16,7 +16,7 @@ from engine.kernels.products import join_sink, multiply, squashed
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     out_MH, highest_M, weight_M, page_N, q_MH, q_MR, position_M, keys, values, pages, index, num_keys, place_1H,
     live_1H, scale_log2, squash,
     HEAD_SIZE: tl.constexpr, TAIL: tl.constexpr, CAPPED: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -145,13 +145,13 @@ def prefill_attention(
     # Both count from 0, for the reason that ``decode.py`` gives.
     if WINDOW == 0 and not ONE_LOOP:
         for step in range(0, masked_index):
-            out_MH, highest_M, weight_M, page_N = _attend_tile(
+            out_MH, highest_M, weight_M, page_N = attend_tile(
                 out_MH, highest_M, weight_M, page_N, q_MH, q_MR, position_M, keys, values, pages, step, num_keys,
                 place_1H, live_1H, scale_log2, squash, HEAD_SIZE, TAIL, CAPPED, BLOCK_R, SLOT, PAGE_SIZE, PAGE_STRIDE,
                 WINDOW, BLOCK_M, BLOCK_N, INTERPRETED, MASKED=False,
             )  # fmt: skip
     for step in range(0, last_index - masked_index):
-        out_MH, highest_M, weight_M, page_N = _attend_tile(
+        out_MH, highest_M, weight_M, page_N = attend_tile(
             out_MH, highest_M, weight_M, page_N, q_MH, q_MR, position_M, keys, values, pages, masked_index + step,
             num_keys, place_1H, live_1H, scale_log2, squash, HEAD_SIZE, TAIL, CAPPED, BLOCK_R, SLOT, PAGE_SIZE,
             PAGE_STRIDE, WINDOW, BLOCK_M, BLOCK_N, INTERPRETED, MASKED=True,
