@@ -84,6 +84,8 @@ typedef struct {
     const float *keys;        /* of a group of heads, if they are not packed */
     const float *values;      /* of a group of heads; the k-th is at values_at_K[k] */
     const int64_t *values_at_K;
+    const float *coming;      /* NULL, or what is read W keys later: the k-th number of keys or values at coming_at[k] */
+    const int64_t *coming_at;
 } Scratch;
 
 /* Floats of a thread's memory: whole cache lines. */
@@ -101,6 +103,7 @@ static Scratch scratch_at(float *at, int64_t H) {
     is.scores = at, at += ROWS * KEYS;
     is.weights = at, at += ROWS * W;
     is.highest = at;
+    is.coming = NULL;
     return is;
 }
 
@@ -116,6 +119,12 @@ static void find(const Attention *is, Scratch *in, const int32_t *pages_P, int64
     for (int64_t k = to; k < whole(to); k++) in->at_K[k] = in->at_K[to - 1];
 }
 
+/* Fetches what is read W keys later, a line for each one read now: a CPU does not foresee the places of pages, and in one
+   go it would wait for all of them. */
+INLINE void foresee(const Scratch *in, int64_t k, int64_t number) {
+    if (in->coming && number % LINE < W) __builtin_prefetch(in->coming + in->coming_at[k] + number);
+}
+
 static void pack_keys(const Scratch *in, const float *keys, int64_t H, int64_t from, int64_t to) {
     int64_t wide = whole(H), even = H / W * W;
     for (int64_t strip = from / W; strip * W < to; strip++) {
@@ -125,6 +134,7 @@ static void pack_keys(const Scratch *in, const float *keys, int64_t H, int64_t f
             for (int64_t h = 0; h < even; h += W) {
                 V packed[W / 4];
                 pack(keys + h, at + j, packed);
+                for (int i = 0; i < W / 4; i++) foresee(in, 4 * i + j, h);
                 for (int i = 0; i < W / 4; i++) out[h + 4 * i + j] = packed[i];
             }
         if (even < H)
@@ -158,6 +168,7 @@ INLINE void score_unpacked(const int rows, const Scratch *in, const float *q, in
                 for (int i = 0; i < W / 4; i++) fours[r][i] = four_times(q + r * wide + h + 4 * i);
             for (int j = 0; j < 4; j++) {
                 pack(in->keys + h, in->at_K + strip * W + j, packed);
+                for (int i = 0; i < W / 4; i++) foresee(in, 4 * i + j, h);
                 for (int i = 0; i < W / 4; i++)
                     for (int r = 0; r < rows; r++) sum[r][j] += fours[r][i] * packed[i];
             }
@@ -214,6 +225,7 @@ INLINE void add_columns(const int rows, const int columns, const Scratch *in, in
     for (int64_t k = from; k < to; k++) {
         V value[COLUMNS];
         for (int c = 0; c < columns; c++) value[c] = load(values + in->values_at_K[k] + c * W);
+        for (int c = 0; c < columns; c++) foresee(in, k % W, column + c * W);
         for (int r = 0; r < rows; r++) {
             V weight = all(weights[r * KEYS + k]);
             for (int c = 0; c < columns; c++) sum[r][c] += weight * value[c];
@@ -288,29 +300,22 @@ static void meet(int rows, int64_t row, const Scratch *in, int64_t wide, const i
         add(1, in, in->scores + r * KEYS, results + r * wide, wide, all_to, to[r]);
 }
 
-/* Fetches numbers of keys or values from:to before they are read: a CPU does not foresee the places of pages. */
-INLINE void fetch(const float *heads, const int64_t *at, int64_t from, int64_t to, int64_t numbers) {
-    for (int64_t k = from; k < to; k++)
-        for (int64_t h = 0; h < numbers; h += LINE) __builtin_prefetch(heads + at[k] + h);
-}
-
 /* Processes a block for the rows of one position: a few keys for all groups of heads, then the next, as they lie. */
 static void meet_together(int64_t heads, int64_t groups, Scratch *in, const float *keys, const float *values, int64_t H,
                           int64_t from, int64_t to) {
     int64_t step = groups == 1 ? KEYS : W, size;
     for (int64_t k = from, next; k < to; k = next) {
         next = k / step * step + step < to ? k / step * step + step : to;
-        if (next < to)
-            fetch(keys, in->at_K, next, next + W < to ? next + W : to, groups * H);
-        else
-            fetch(values, in->at_K, from, from + W < to ? from + W : to, groups * H);
+        in->coming_at = in->at_K + (next < to ? next : from / W * W);
         for (int64_t g = 0; g < groups; g++) {
+            in->coming = step > W ? NULL : (next < to ? keys : values) + g * H;
             in->keys = heads <= 2 ? keys + g * H : NULL;
             if (!in->keys) pack_keys(in, keys + g * H, H, k, next);
             for (int64_t r = 0; r < heads; r += size) {
                 size = heads - r < TILE ? heads - r : TILE;
                 int64_t row = g * heads + r;
                 score_rows(size, in, in->queries + row * H, H, in->scores + row * KEYS, k, next);
+                in->coming = NULL;
             }
         }
     }
@@ -323,13 +328,15 @@ static void meet_together(int64_t heads, int64_t groups, Scratch *in, const floa
     in->values_at_K = in->at_K;
     for (int64_t k = from, next; k < to; k = next) {
         next = k / step * step + step < to ? k / step * step + step : to;
-        fetch(values, in->at_K, next, next + W < to ? next + W : to, groups * H);
+        in->coming_at = in->at_K + next;
         for (int64_t g = 0; g < groups; g++) {
             in->values = values + g * H;
+            in->coming = step > W || next == to ? NULL : in->values;
             for (int64_t r = 0; r < heads; r += size) {
                 size = heads - r < TILE ? heads - r : TILE;
                 int64_t row = g * heads + r;
                 add(size, in, in->scores + row * KEYS, in->results + row * H, H, k, next);
+                in->coming = NULL;
             }
         }
     }

@@ -1,4 +1,4 @@
-/* Vectors of W floats on any CPU, and e to the x.  attention.c and recurrent.c are written with them; both fix the order
+/* Vectors of W floats on any CPU, and e to the x.  attention.c, recurrent.c and draw.c are written with them; they fix the order
    of their sums. */
 
 #include <stdint.h>
