@@ -164,7 +164,8 @@ def test_every_key_has_a_doc_and_there_are_not_too_many() -> None:
     assert all("description" in field for field in fields)
     folders = [*ROOT.glob("engine/*/*/settings.py"), *ROOT.glob("server/extensions/*/settings.py")]
     assert num_keys(ROOT / "engine/settings/sections.py") <= 60, "a setting needs a user; remove one before you add one"
-    assert max(map(num_keys, folders)) <= 5, "an optional part has few settings"
+    most = {ROOT / "server/extensions/models/settings.py": 5}  # one of them is of the server, the others are of a model
+    assert [one for one in folders if num_keys(one) > most.get(one, 4)] == [], "an optional part has few settings"
 
 
 def test_tables_laid_over_a_configuration_are_checked_too() -> None:
