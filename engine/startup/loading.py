@@ -39,7 +39,7 @@ from engine.models.loader import load_model
 from engine.models.model import Model, build_model
 from engine.plugins.attention.settings import AttentionSettings
 from engine.plugins.hookspecs import CommContext
-from engine.plugins.kinds import LOGITS_PROCESSOR
+from engine.plugins.kinds import LOGITS_PROCESSOR, named
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import NOT_MEASURED
@@ -408,7 +408,20 @@ def _check_device(config: Config, device: torch.device) -> None:
 
 def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, rendezvous: str) -> Comm:
     context = CommContext(rank, config.device.tensor_parallel, device.type, rendezvous)
-    return plugins.build(plugins.names["comm"], context, Comm)
+    return plugins.build(comm_name(config, plugins, context), context, Comm)
+
+
+def comm_name(config: Config, plugins: Plugins, context: CommContext) -> str:
+    """Return the communication library's full name.
+
+    'auto' sums in memory that GPUs share where ranks meet in a file, as those of one machine do; that library tries the
+    memory first, and is as 'torch' without it.  Options of 'torch' are a wish for 'torch'."""
+    name, shared = plugins.names["comm"], "comm.symmetric"
+    one_machine = context.size > 1 and context.device == "cuda" and context.rendezvous.startswith("file:")
+    if named(config.plugins, "comm") == "auto" and one_machine and name not in plugins.options:
+        log.info("plugin: %s (auto: ranks are GPUs of one machine)", shared)
+        return plugins.load(shared).name
+    return name
 
 
 def _own_grammars(start: Start) -> Grammars | None:
