@@ -29,7 +29,7 @@ from engine.graphs.rank import RankGraphs, StepParts
 from engine.host.kept_results import KeptResults
 from engine.host.stages import Stages
 from engine.kernels.cpu import CPUKernels, cpu_kernels
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, ExchangingComm
 from engine.layers.kv_pool import KVPool
 from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import Linears, RowKeeper
@@ -408,7 +408,11 @@ def _check_device(config: Config, device: torch.device) -> None:
 
 def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, rendezvous: str) -> Comm:
     context = CommContext(rank, config.device.tensor_parallel, device.type, rendezvous)
-    return plugins.build(comm_name(config, plugins, context), context, Comm)
+    name = comm_name(config, plugins, context)
+    comm = plugins.build(name, context, Comm)
+    if config.model.experts == "exchanged" and not isinstance(comm, ExchangingComm):
+        raise ConfigError(f'model.experts="exchanged": {name} has no all_to_all; set it to "divided", or plugins.comm')
+    return comm
 
 
 def comm_name(config: Config, plugins: Plugins, context: CommContext) -> str:

@@ -14,7 +14,7 @@ Owns: the choice of the way of a sum.  Does not know: NCCL (``torch.py``), the c
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class SymmetricOptions(TorchCommOptions, frozen=True):
 
 class SymmetricComm:
     """A ``Comm`` with one-launch sums, and NCCL for all else."""
+
+    exchanges = True
 
     def __init__(
         self,
@@ -109,6 +111,9 @@ class SymmetricComm:
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         return self._library.all_gather(tensor, dim)
+
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self._library.all_to_all(tensor, sent, received)
 
     def close(self) -> None:
         self._memory = None
