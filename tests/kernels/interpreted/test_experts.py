@@ -1,5 +1,8 @@
 """The kernel for a mixture of experts against the sum that it stands for, in float64, and in its layer."""
 
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,7 @@ from engine.layers.summed_norm import PartsNorm
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.model import WAITING, RecordedOperations
 from engine.types.errors import ConfigError
+from tests.kernels.interpreted.planting import with_mistake
 from tests.kernels.interpreted.test_layers import normal, rounding
 
 LIMIT, SLOPE = 1.5, 1.702
@@ -92,14 +96,40 @@ def test_neighbours_have_tiles_that_are_near_and_each_is_done_once(num_tiles, wi
         assert len({tile for tile, _ in pairs[first : first + 4 * columns]}) <= 4
 
 
-@pytest.mark.parametrize(
-    ("num_pairs", "num_experts", "first"), [(7000, 6, 0), (18_000, 31, 0), (5001, 3, 2), (2049, 1, 1)]
-)
+MANY_PAIRS = [(7000, 6, 0), (18_000, 31, 0), (5001, 3, 2), (2049, 1, 1)]  # pairs, experts, the first one
+
+
+@pytest.mark.parametrize(("num_pairs", "num_experts", "first"), MANY_PAIRS)
 def test_many_pairs_are_placed_by_blocks_in_the_same_order(num_pairs: int, num_experts: int, first: int):
+    check_placed(kernel, num_pairs, num_experts, first)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(b_B < block)[:, None]", "(b_B < 0)[:, None]"),
+        ("range(0, num_blocks, BLOCK_B)", "range(0, BLOCK_B, BLOCK_B)"),
+        ("tl.sort(expert_P * BLOCK_P + p_P)", "tl.sort(expert_P * BLOCK_P + BLOCK_P - 1 - p_P)"),
+        ("other=-1) - first_expert", "other=-1) - 0 * first_expert"),
+    ],
+    ids=["blocks before", "only the first blocks", "another order", "the first expert"],
+)
+def test_a_mistake_in_placing_is_found(right: str, wrong: str, tmp_path: Path):
+    planted = with_mistake(kernel, right, wrong, tmp_path)
+    found = 0
+    for case in MANY_PAIRS:
+        try:
+            check_placed(planted, *case)
+        except AssertionError:
+            found += 1
+    assert found
+
+
+def check_placed(module: ModuleType, num_pairs: int, num_experts: int, first: int) -> None:
     generator = torch.Generator().manual_seed(num_pairs)
     chosen = torch.randint(0, num_experts + first + 2, (num_pairs, 1), generator=generator)  # some are of other ranks
     chosen[chosen == first + num_experts // 2] = 0  # an expert without pairs
-    order, counts = kernel.sorted_pairs(chosen, num_experts, first)
+    order, counts = module.sorted_pairs(chosen, num_experts, first)
     here = chosen[:, 0] - first
     expected = [(here == expert).nonzero()[:, 0] for expert in range(num_experts)]
     assert counts.tolist() == [len(one) for one in expected]

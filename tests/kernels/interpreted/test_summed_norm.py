@@ -4,6 +4,7 @@ import mmap
 import os
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from engine.kernels import summed_norm
 from engine.kernels.norm import add_norm
 from engine.kernels.summed_norm import RanksMemory, memory_bytes, sum_add_norm
+from tests.kernels.interpreted.planting import with_mistake
 from tests.kernels.interpreted.test_layers import close, normal
 
 EPS = 1e-5
@@ -55,6 +57,28 @@ def in_processes(size: int, work: Callable[[int], None]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_at_once_have_the_bits_of_a_sum_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
+    check_bits(sum_add_norm, size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("theirs = slot_of(tl.load(addresses + rank)", "theirs = slot_of(tl.load(addresses + (rank + RANK) % RANKS)"),
+        ("theirs = slot_of(tl.load(addresses + rank)", "theirs = slot_of(tl.load(addresses + RANK)"),
+        ("sum_D.to(element).to(tl.float32)", "sum_D"),
+        ("tl.load(part + at + d_D", "tl.load(part + d_D"),
+    ],
+    ids=["an order of its own", "only its own part", "rounded later", "the first row"],
+)
+def test_a_mistake_in_the_sum_is_found(right: str, wrong: str, tmp_path: Path) -> None:
+    planted = with_mistake(summed_norm, right, wrong, tmp_path)
+    with pytest.raises(AssertionError, match="a rank has other bits"):
+        for dtype in (torch.float32, torch.bfloat16):  # one hides the order, the other where a sum is rounded
+            check_bits(planted.sum_add_norm, 3, dtype)
+
+
+def check_bits(add: Callable[..., Tensor], size: int, dtype: torch.dtype) -> None:
+    """Compare what ``add`` gives on ranks at once, over several uses of its memory, with a sum of one rank."""
     rounds = (3, 1, 1, 2, 3)
     _, ranks = memories(size)
     total = sum(rounds) * WIDTH
@@ -70,7 +94,7 @@ def test_ranks_at_once_have_the_bits_of_a_sum_in_the_order_of_ranks(size: int, d
         found = []
         for at, x in enumerate(residuals):
             stream = x.clone()
-            found += [sum_add_norm(ranks[rank], stream, parts[at][rank], weight, EPS).flatten(), stream.flatten()]
+            found += [add(ranks[rank], stream, parts[at][rank], weight, EPS).flatten(), stream.flatten()]
         results[rank].view(dtype).copy_(torch.cat(found))
 
     in_processes(size, work)
@@ -81,7 +105,7 @@ def test_ranks_at_once_have_the_bits_of_a_sum_in_the_order_of_ranks(size: int, d
             summed = summed + part.float()
         expected += [add_norm(stream, stored(summed, dtype), weight, EPS).flatten(), stream.flatten()]
     for one in results:
-        assert torch.equal(one.view(dtype), torch.cat(expected))
+        assert torch.equal(one.view(dtype), torch.cat(expected)), "a rank has other bits"
 
 
 def stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,6 +117,25 @@ def stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 def test_a_rank_may_be_one_use_ahead_and_no_more() -> None:
     """The other rank's part of the next use does not touch what is still read, and its counter is a later one."""
+    check_ahead(sum_add_norm)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(use % 2) * SLOTS", "0 * SLOTS"),
+        ("tl.store(uses + slot, use + 1)", "tl.store(uses + slot, use)"),
+        ("tl.atomic_xchg(counter, use + 1,", "tl.atomic_xchg(counter, use + 2,"),
+    ],
+    ids=["one half", "uses are not counted", "a counter too high"],
+)
+def test_a_mistake_in_the_turns_is_found(right: str, wrong: str, tmp_path: Path) -> None:
+    planted = with_mistake(summed_norm, right, wrong, tmp_path)
+    with pytest.raises(AssertionError):
+        check_ahead(planted.sum_add_norm)
+
+
+def check_ahead(add: Callable[..., Tensor]) -> None:
     shared, ranks = memories(2)
     x, weight = normal(1, WIDTH), normal(WIDTH, seed=1)
     parts = [normal(1, WIDTH, seed=seed) for seed in (2, 3, 4)]
@@ -102,7 +145,7 @@ def test_a_rank_may_be_one_use_ahead_and_no_more() -> None:
             halves[ahead % 2, 0, :WIDTH] = theirs[0] if ahead == use else 1e6
         shared[0].view(torch.int64)[1] = use + 2
         stream = x.clone()
-        found = sum_add_norm(ranks[0], stream, mine, weight, EPS)
+        found = add(ranks[0], stream, mine, weight, EPS)
         assert shared[0].view(torch.int64)[:2].tolist() == [use + 1, use + 2]
         assert shared[1].view(torch.int64)[0] == use + 1, "the other rank was not called"
         close(stream, x + theirs + mine)
