@@ -44,7 +44,8 @@ COMPILED = "compiled"
 class StepParts:
     """The objects that run a rank's steps.  states: of recurrent layers; None for a model without them.
 
-    others: further models whose decode steps are captured, by name."""
+    others: further models whose decode steps are captured, by name.
+    samples: the most tokens of one row that are sampled in a step."""
 
     model: Model
     pool: KVPool
@@ -53,6 +54,7 @@ class StepParts:
     sampler: Sampler
     states: RecurrentStates | None = None
     others: Mapping[str, Model] = field(default_factory=dict)
+    samples: int = 1
 
 
 class RankGraphs:
@@ -183,6 +185,7 @@ class RankGraphs:
             return None
         if parts.model.task_head is not None:
             return None  # a model that generates nothing never decodes
+        most = min(scheduler.max_running * parts.samples, max(scheduler.max_running, scheduler.max_step_tokens))
         return DecodeGraphs(
             model=parts.model,
             others=parts.others,
@@ -194,7 +197,7 @@ class RankGraphs:
             device=self.device,
             recorder=self._recorder,
             capturing=Capturing(self.device, self.comm, parts.pool.data.device),
-            sizes=decode_sizes(min(self._settings.max_rows, scheduler.max_running)),
+            sizes=decode_sizes(min(self._settings.max_rows, most)),
         )
 
     def _captured(self, graphs: Piecewise | DecodeGraphs, what: str, progress: bool) -> bool:

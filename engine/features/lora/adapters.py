@@ -83,16 +83,21 @@ ReadPart = tuple[_AdapterPlace, Tensor, Tensor]
 class RankAdapters:
     """Slots for adapters next to the packed weights of a decoder.  num_slots: adapters at once.
 
+    max_tokens: of a step.
+
     Raises MemoryError, or torch's error for it, if there is no room for the slots."""
 
-    def __init__(self, decoder: Decoder, comm: Comm, num_slots: int, max_rank: int, max_rows: int) -> None:
+    def __init__(
+        self, decoder: Decoder, comm: Comm, num_slots: int, max_rank: int, max_rows: int, max_tokens: int
+    ) -> None:
         self._comm = comm
         self._names = decoder.shape.names
         self._dtype = decoder.dtype
         self._device = decoder.device
         self._slot_of_row = np.zeros(max_rows, dtype=np.int64)
         self._num_slots = num_slots
-        self._sent_M = torch.full((max_rows,), -1, dtype=torch.int64, device=decoder.device)
+        # Rows that are verified have several tokens in a captured step.
+        self._sent_M = torch.full((max(max_rows, max_tokens),), -1, dtype=torch.int64, device=decoder.device)
         self._sent = b""
         self._lost: dict[int, str] = {}
         self.reader = AdapterReader(self._read, comm.rank)
@@ -190,7 +195,7 @@ class RankAdapters:
     def send(self) -> None:
         """Send the slots of the step's rows to where captured steps read them, unless they are there."""
         assert self._slots_T is not None, "the step has no adapters"
-        slots_M = np.full(len(self._slot_of_row), -1)
+        slots_M = np.full(len(self._sent_M), -1)
         slots_M[: len(self._slots_T)] = self._slots_T - 1
         if (key := slots_M.tobytes()) != self._sent:
             self._sent_M.copy_(upload((slots_M,), self._device)[0])
