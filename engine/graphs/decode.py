@@ -32,7 +32,7 @@ from engine.graphs.breakable import GraphRecording, SegmentRecorder
 from engine.graphs.capturing import Capturing, round_up
 from engine.graphs.decode_attention import DecodeAttention
 from engine.graphs.device import GraphDevice
-from engine.graphs.inputs import choose_inputs
+from engine.graphs.inputs import choose_inputs, first_rows, static_inputs
 from engine.graphs.pinned_ring import PinnedReceiver, PinnedRing
 from engine.layers.attention import AttentionBackend, BeginningAttention
 from engine.layers.kv_pool import KVPool
@@ -107,7 +107,7 @@ class DecodeGraphs:
         self._all_rows_M.copy_(torch.arange(largest))
         self._starts_M1 = device.buffer((largest + 1,), torch.int32)
         self._starts_M1.copy_(torch.arange(largest + 1))
-        self._inputs = self._static_inputs(largest, rows.pages_RP.shape[1])
+        self._inputs = static_inputs(device, largest, rows.pages_RP.shape[1])
         self._attention = DecodeAttention(attention, self._inputs, self.sizes)
         self._outgoing = PinnedRing(device, NUM_BUFFERS, self._packed.nbytes)
         self._incoming = PinnedReceiver(device, self._tokens_M.nbytes)
@@ -220,17 +220,6 @@ class DecodeGraphs:
             pages_flat = self._rows.pages_RP.view(-1)
             pages_flat.index_copy_(0, self._append_places_M[:num_appends], self._append_pages_M[:num_appends])
 
-    def _static_inputs(self, num_rows: int, num_pages: int) -> DecodeInputs:
-        token_ids_B, positions_B, slots_B, write_at_B = self._device.buffer((4, num_rows), torch.int64)
-        return DecodeInputs(
-            token_ids_B=token_ids_B,
-            positions_B=positions_B,
-            slots_B=slots_B,
-            write_at_B=write_at_B,
-            lengths_B=self._device.buffer((num_rows,), torch.int32),
-            page_table_BW=self._device.buffer((num_rows, num_pages), torch.int32),
-        )
-
     def _warm_up(self, size: int) -> None:
         attention = self._attention.prepare(size)
         for model in self.models.values():
@@ -253,15 +242,7 @@ class DecodeGraphs:
 
     def _fill(self, size: int) -> DecodeInputs:
         """Write the inputs of the step where they are kept, and return them."""
-        rows, static = self._rows, self._inputs
-        inputs = DecodeInputs(
-            token_ids_B=static.token_ids_B[:size],
-            positions_B=static.positions_B[:size],
-            slots_B=static.slots_B[:size],
-            write_at_B=static.write_at_B[:size],
-            lengths_B=static.lengths_B[:size],
-            page_table_BW=static.page_table_BW[:size],
-        )
+        rows, inputs = self._rows, first_rows(self._inputs, size)
         self._input_ops.fill(
             self._columns.rows[:size],
             self._given_M[:size],

@@ -2,15 +2,16 @@
 
 Legend: R rows · M longest sequence and one · P page-table width · B rows of the batch, padding included
         W pages of the batch's table
-Owns: the same two operations, the choice between them.  Does not know: graphs, sampling.
+Owns: the same two operations, the choice between them, memory of inputs.  Does not know: graphs, sampling.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from engine.graphs.device import GraphDevice
 from engine.kernels.choice import choose_kernels
 from engine.layers.step import DecodeInputs
 
@@ -29,6 +30,19 @@ def choose_inputs(device: torch.device) -> InputOps:
     if kernels is None:
         return InputOps(fill_inputs, write_tokens)
     return InputOps(kernels.fill_inputs, kernels.write_tokens)
+
+
+def static_inputs(device: GraphDevice, num_rows: int, num_pages: int) -> DecodeInputs:
+    """Return inputs at fixed addresses.  num_pages: of each row's table."""
+    token_ids_B, positions_B, slots_B, write_at_B = device.buffer((4, num_rows), torch.int64)
+    lengths_B = device.buffer((num_rows,), torch.int32)
+    table_BW = device.buffer((num_rows, num_pages), torch.int32)
+    return DecodeInputs(token_ids_B, positions_B, slots_B, write_at_B, lengths_B, table_BW)
+
+
+def first_rows(inputs: DecodeInputs, num_rows: int) -> DecodeInputs:
+    """Return the inputs of the first rows, in the same memory."""
+    return DecodeInputs(*(getattr(inputs, field.name)[:num_rows] for field in fields(inputs)))
 
 
 def fill_inputs(

@@ -4,20 +4,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from callboard import LLM, SamplingParams
 from engine.execution.runner import ModelRunner
-from engine.features.speculation.messages import NAME
+from engine.features.speculation.draft_chain import DraftChain
+from engine.features.speculation.drafting import Drafted, Drafter
+from engine.features.speculation.messages import NAME, Proposals
 from engine.features.speculation.payoff import Payoff
 from engine.graphs import inputs as torch_inputs
 from engine.messages import Step
 from engine.plugins.proposer.ngram import NgramProposer
 from server.extensions.chaos.sim.liars import Everything, Liar, LiarSession
+from tests.features.speculation.conftest import Guess
 from tests.graphs.engines import install
 from tests.models.checkpoints import build, random_tokens, save
+from tests.models.eagle_heads import ReferenceHead, save_head
+from tests.models.mtp_heads import ReferenceMTP
 
 VOCAB = 259
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((1, 5, 17, 40))]
@@ -164,3 +170,98 @@ def test_a_place_with_a_wrong_length_or_position_is_noticed(
     lies(monkeypatch, plain)
     with engine(directory, "decode", "ngram", num_tokens=1) as llm:
         assert outputs(llm, ASKED["greedy"]) != plain["greedy"]
+
+
+# ---- drafts -------------------------------------------------------------------------------------
+
+
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Everything that fits is drafted.  The numbers of graphs of each draft; 0 where passes ran one by one."""
+    monkeypatch.setattr(Payoff, "counts", Everything.counts)
+    monkeypatch.setattr(Payoff, "knows", Everything.knows)
+    devices, found = install(monkeypatch), list[int]()
+    draft = Drafter._draft
+
+    def counted(self: Drafter, step: Step, proposals: Proposals) -> Drafted:
+        before = len(devices[-1].replays)
+        drafted = draft(self, step, proposals)
+        found.append(len(devices[-1].replays) - before)
+        return drafted
+
+    monkeypatch.setattr(Drafter, "_draft", counted)
+    return found
+
+
+def accepted(llm: LLM, expected: Outputs) -> tuple[int, int]:
+    """Proposed tokens that were right, and the others."""
+    found = llm.generate(PROMPTS, GREEDY)
+    assert [one.token_ids for one in found] == expected
+    return sum(one.usage.accepted_tokens for one in found), sum(one.usage.rejected_tokens for one in found)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_a_model_that_drafts_for_itself_by_one_graph_is_always_right(
+    directory: Path, plain: dict[str, Outputs], monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    graphs = drafts(monkeypatch)
+    with engine(directory, "decode", "draft_model", path=str(directory), num_tokens=num_tokens) as llm:
+        for _ in range(2):  # then with prompts and outputs in the cache
+            right, wrong = accepted(llm, plain["greedy"])
+            assert wrong == 0
+            assert right >= 40 * num_tokens // (num_tokens + 1)
+    assert set(graphs) == {0, 1}  # prompts are read by passes of their own
+    assert graphs.count(1) >= 4
+
+
+@pytest.mark.parametrize("fault", ["position", "token", "place"])
+def test_a_draft_with_a_wrong_place_is_noticed(
+    directory: Path, plain: dict[str, Outputs], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The test above relies on this: drafting for itself is right only if everything is in its place."""
+    graphs, replay = drafts(monkeypatch), DraftChain.replay
+
+    def wrong(self: DraftChain, rows_B: Any, ends_B: Any, lacking_B: Any, counts_B: Any) -> None:
+        if fault == "token":  # as if the last of the right tokens had been read
+            lacking_B = np.minimum(lacking_B, 1)
+        replay(self, rows_B, ends_B - (fault == "position"), lacking_B, counts_B - (fault == "place"))
+
+    monkeypatch.setattr(DraftChain, "replay", wrong)
+    with engine(directory, "decode", "draft_model", path=str(directory), num_tokens=3) as llm:
+        _, rejected = accepted(llm, plain["greedy"])
+    assert 1 in graphs
+    assert rejected > 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_head_guesses_by_one_graph_what_the_definition_guesses(
+    plain: dict[str, Outputs], monkeypatch: pytest.MonkeyPatch, guesses: list[Guess], tmp_path: Path, num_tokens: int
+) -> None:
+    model = build("llama")
+    directory = save(model, tmp_path / "model")
+    head = save_head(model, tmp_path / "head", draft_vocab_size=200, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    graphs = drafts(monkeypatch)
+    with engine(directory, "decode", "eagle", path=str(head), num_tokens=num_tokens) as llm:
+        for _ in range(2):
+            accepted(llm, plain["greedy"])
+    reference = ReferenceHead(model, head)
+    assert guesses
+    for known, guessed in guesses:
+        assert guessed == reference.guess(known, len(guessed)), f"behind {len(known)} tokens"
+    assert graphs.count(1) >= 4
+
+
+@pytest.mark.slow
+def test_a_models_own_layer_guesses_by_one_graph_what_the_definition_guesses(
+    monkeypatch: pytest.MonkeyPatch, guesses: list[Guess], tmp_path: Path
+) -> None:
+    reference = ReferenceMTP("qwen3-5")
+    directory = reference.save(tmp_path / "model")
+    with engine(directory, "off") as llm:
+        expected = outputs(llm, [GREEDY] * 4)
+    graphs = drafts(monkeypatch)
+    with engine(directory, "decode", "mtp", num_tokens=3) as llm:
+        accepted(llm, expected)
+    assert guesses
+    for known, guessed in guesses:
+        assert guessed == reference.guess(known, len(guessed)), f"behind {len(known)} tokens"
+    assert graphs.count(1) >= 4
