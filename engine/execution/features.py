@@ -100,7 +100,7 @@ class RankFeature:
         return model
 
     def models(self) -> Mapping[str, Model]:
-        """Return further models whose decode steps are captured next to those of the rank's own, by name."""
+        """Return further models whose steps are captured next to those of the rank's own, by name."""
         return {}
 
     def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:

@@ -45,7 +45,7 @@ COMPILED = "compiled"
 class StepParts:
     """The objects that run a rank's steps.  states: of recurrent layers; None for a model without them.
 
-    others: further models whose decode steps are captured, by name.
+    others: further models whose steps are captured, by name.
     samples: the most tokens of one row that are sampled in a step."""
 
     model: Model
@@ -212,6 +212,7 @@ class RankGraphs:
             capturing=Capturing(self.device, self.comm, pool.data.device),
             sizes=sizes,
             any_size=self.mode == COMPILED,
+            others=parts.others if self.device.captures and self.mode != COMPILED else {},
         )
 
     def _new_decode(self, parts: StepParts, scheduler: SchedulerSection) -> DecodeGraphs | None:

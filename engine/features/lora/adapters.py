@@ -262,6 +262,7 @@ class AdaptedModel:
         self._plain = plain
         self._usual = usual
         self._adapters = adapters
+        self._of_models = usual if isinstance(usual, PiecesOfModels) else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._usual, name)
@@ -276,11 +277,27 @@ class AdaptedModel:
         """Return x of the wanted rows."""
         if not self._adapters.in_step:
             return self._usual.hidden(step, wanted_N)
+        if self._of_models is not None and self._of_models.has(len(step.token_ids_T), NAME):
+            self._adapters.send()
+            return self._of_models.hidden(step, wanted_N, NAME)
         self._adapters.begin(wanted_N)
         try:
             return self._plain.hidden(step, wanted_N)
         finally:
             self._adapters.end()
+
+
+@runtime_checkable
+class PiecesOfModels(Protocol):
+    """Captured pieces of several models, by name."""
+
+    def has(self, num_tokens: int, model: str) -> bool:
+        """Return whether there is a graph for so many tokens with one of the models."""
+        ...
+
+    def hidden(self, step: StepTensors, wanted_N: Tensor, model: str = "") -> Tensor:
+        """Return x of the wanted rows by one of the models."""
+        ...
 
 
 class CapturedAdapters:
