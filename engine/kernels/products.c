@@ -396,8 +396,7 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
     int64_t tiles = (T + most - 1) / most;
     int64_t rows = tiles ? (T - 1) / tiles + 1 : 0;
     int64_t steps = steps_of(weight->kind, I);
-    int64_t at_once = !bytes && T > ROWS_FOR_STEP_BLOCKS ? STEP_BLOCK : steps;
-    if (at_once > steps) at_once = steps ? steps : 1; /* a weight may have no inputs */
+    int64_t at_once = !bytes && T > ROWS_FOR_STEP_BLOCKS && steps > STEP_BLOCK ? STEP_BLOCK : steps;
     int64_t row_bytes = bytes ? padded : at_once * (int64_t)sizeof(float);
     int64_t in_block = row_bytes ? ROW_BLOCK_BYTES / (row_bytes * most) + 1 : tiles;  /* a weight may have no inputs */
     if (in_block > tiles) in_block = tiles;
@@ -409,10 +408,12 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
     if (bytes) share(threads, T, round_of, &is);
     for (; is.block < tiles; is.block = is.last) {
         is.last = is.block + in_block < tiles ? is.block + in_block : tiles;
-        for (is.at = 0; is.at == 0 || is.at < steps; is.at += at_once) {
+        is.at = is.ends = 0;
+        while (!is.ends) { /* a weight without inputs has one part too, which writes the bias */
             is.now = steps - is.at < at_once ? steps - is.at : at_once, is.ends = is.at + is.now == steps;
             if (!bytes) share(worth(threads, T * is.now), is.last - is.block, transpose_of, &is);
             share(threads, items, multiply_of, &is);
+            is.at += is.now;
         }
     }
     free(memory);

@@ -564,6 +564,16 @@ def test_many_rows_have_the_bits_of_few(kind: PanelKind) -> None:
 
 
 @needs_panels
+@pytest.mark.parametrize("kind", PanelKind)
+@pytest.mark.parametrize("rows", [1, 5, 101])
+def test_panels_without_inputs_give_the_bias(rows: int, kind: PanelKind) -> None:
+    kernel, bias = panels.Panels(products(), kind, 1.0).pack(torch.randn(70, 0)), torch.randn(70)
+    x = torch.randn(rows, 0)
+    assert torch.equal(kernel(x, bias), bias.expand(rows, 70))
+    assert torch.equal(kernel(x, None), torch.zeros(rows, 70))
+
+
+@needs_panels
 def test_rounded_weights_serve_and_take_less_memory(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -206,7 +206,11 @@ def product(dice: Random) -> None:
     functions = products()
     if functions is None:
         return
-    num_rows, inputs, outputs = rows(dice), dice.choice((size(dice), 700)), dice.choice((size(dice), 300))
+    num_rows, inputs, outputs = (
+        rows(dice),
+        dice.choice((size(dice), size(dice), 700, 700, 0)),
+        dice.choice((size(dice), 300)),
+    )
     kind, strange = dice.choice(list(PanelKind)), dice.random() < 0.2
     weight_OI = torch.randn(outputs, inputs) * (10.0 ** dice.randint(-42, 36) if strange else 1.0)
     weight_OI = {PanelKind.HALVES: weight_OI.half(), PanelKind.UPPER_HALVES: weight_OI.bfloat16()}.get(

@@ -38,15 +38,19 @@ def run(level: str, seconds: float, first: int) -> None:
 
 
 def check(level: str, seconds: float, first: int) -> str:
-    """The last line of a process of its own.  Raises AssertionError with what it found."""
+    """Return the last line of a process of its own.  Raises AssertionError with what it found or where it hangs."""
     command = [sys.executable, "-m", "tests.sanitized", "--level", level, f"--seconds={seconds}", f"--seed={first}"]
     with tempfile.TemporaryFile("w+") as said:
         given = {**os.environ, **environment()}
-        done = subprocess.run(
-            command, env=given, stdout=said, stderr=subprocess.PIPE, text=True, timeout=seconds + GRACE_S,
-            cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, env=given, stdout=said, stderr=subprocess.PIPE, text=True, timeout=seconds + GRACE_S,
+                cwd=Path(__file__).parents[2],
+            )  # fmt: skip
+            found = done.stderr if done.returncode else ""
+        except subprocess.TimeoutExpired as error:
+            found = str(error)
         said.seek(0)
         last = (said.read().splitlines() or ["nothing ran"])[-1]
-    assert not done.returncode, f"{last}\n{done.stderr}"
+    assert not found, f"{last}\n{found}"
     return last
