@@ -217,7 +217,6 @@ class GatedAttentionShape(AttentionShape, frozen=True, kw_only=True):
 
     @property
     def inner(self) -> tuple[MatrixRows, MatrixRows, MatrixRows]:
-        """The rows of queries, keys and values."""
         queries = self.num_heads * self.head_size
         return stacked("q_proj", (queries, queries), self.num_heads)[0], *super().inner[1:]
 
@@ -467,7 +466,6 @@ class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
-        """Shape of the stored rates of heads' decays."""
         return 1, 1, self.num_heads, 1
 
     @property

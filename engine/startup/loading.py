@@ -304,6 +304,7 @@ def _context(
         states=states,
         reload=loaded.reload,
         given=given,
+        graphs=start.graphs,
     )
 
 

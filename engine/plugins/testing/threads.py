@@ -30,7 +30,6 @@ class ThreadComm:
         return tensor.copy_(torch.stack(parts).sum(0))
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Return the concatenation in rank order."""
         return torch.cat(self._exchange(tensor), dim)
 
     @property
