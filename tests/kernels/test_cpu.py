@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from callboard import LLM, SamplingParams
+from engine.kernels import sources
 from engine.kernels.attention import CompiledAttention
 from engine.kernels.compiled import compiled
 from engine.kernels.cpu import CPUKernels, cpu_kernels
@@ -22,6 +23,7 @@ from engine.settings.own_kernels import VARIABLE, c_compiler, kernels_here
 
 CPU = torch.device("cpu")
 EPS = 1e-6
+FEW = ("team.c", "cpu.c", "recurrent.c", "draw.c")  # what ``CPUKernels`` calls; all sources take a minute
 
 pytestmark = pytest.mark.skipif(not c_compiler(), reason="there is no C compiler")
 
@@ -34,6 +36,12 @@ def anew(monkeypatch, tmp_path):
     compiled.cache_clear()
     yield
     compiled.cache_clear()
+
+
+@pytest.fixture
+def few(anew, monkeypatch):
+    """As ``anew``, for two of the sources: how a library is made and kept does not depend on what else is in it."""
+    monkeypatch.setattr(sources, "SOURCES", {name: sources.SOURCES[name] for name in FEW})
 
 
 @pytest.fixture
@@ -172,7 +180,7 @@ def test_a_model_writes_the_same_with_and_without(monkeypatch, anew):
 
 
 @pytest.mark.slow
-def test_the_second_start_compiles_nothing(monkeypatch, anew, kernels):
+def test_the_second_start_compiles_nothing(monkeypatch, few, kernels):
     def compiles(*arguments, **options):
         raise AssertionError("compiled again")
 
@@ -182,7 +190,7 @@ def test_the_second_start_compiles_nothing(monkeypatch, anew, kernels):
 
 
 @pytest.mark.slow
-def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, anew, tmp_path):
+def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, few, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / f"callboard-{os.getuid()}").touch()
@@ -193,7 +201,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, ane
 
 
 @pytest.fixture
-def kept(anew, tmp_path):
+def kept(few, tmp_path):
     """The file that a first start has left."""
     assert cpu_kernels() is not None
     compiled.cache_clear()
@@ -213,7 +221,7 @@ def test_the_second_start_compiles_nothing_without_a_home_either(monkeypatch, ke
         (path,) = (tmp_path / f"callboard-{os.getuid()}" / "kernels").iterdir()
         assert path.read_bytes()[1:4] == b"ELF"
     else:
-        monkeypatch.setattr("engine.kernels.compiled.writable_folder", lambda _: None)
+        monkeypatch.setattr("engine.kernels.library.writable_folder", lambda _: None)
     monkeypatch.setattr("engine.kernels.sources.made", lambda *_: pytest.fail("compiled again"))
     assert cpu_kernels() is not None
 
@@ -237,9 +245,15 @@ def test_a_damaged_kept_file_is_made_again(kept, damage):
     content = bytearray(kept.read_bytes())
     third = len(content) // 3
     kept.write_bytes(content[:5000] if damage == "cut short" else content[:third] + bytes(third) + content[2 * third :])
+    few = f"sources.SOURCES = {{name: sources.SOURCES[name] for name in {FEW}}}"
     start = "from engine.kernels.cpu import cpu_kernels; from torch import ones; found = cpu_kernels()"
     use = "print(found.add_norm(ones(1, 4), ones(1, 4), ones(4), 0.0).tolist())"
-    done = subprocess.run([sys.executable, "-c", f"{start}; {use}"], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"from engine.kernels import sources; {few}; {start}; {use}"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (0, "[[1.0, 1.0, 1.0, 1.0]]\n"), done.stderr
     assert f"{kept} is damaged" in done.stderr
     (made,) = kept.parent.iterdir()
@@ -247,7 +261,7 @@ def test_a_damaged_kept_file_is_made_again(kept, damage):
 
 
 @pytest.mark.slow
-def test_the_compiler_may_have_arguments_and_a_command_before_it(monkeypatch, anew, tmp_path):
+def test_the_compiler_may_have_arguments_and_a_command_before_it(monkeypatch, few, tmp_path):
     called = tmp_path / "called"
     before = tmp_path / "before"
     before.write_text(f'#!/bin/sh\necho "$1 $2" >> {called}\nexec "$@"\n')
@@ -259,7 +273,7 @@ def test_the_compiler_may_have_arguments_and_a_command_before_it(monkeypatch, an
 
 
 @pytest.mark.slow
-def test_a_compiler_without_openmp_makes_functions_of_one_thread(monkeypatch, anew, tmp_path):
+def test_a_compiler_without_openmp_makes_functions_of_one_thread(monkeypatch, few, tmp_path):
     compiler = tmp_path / "plain-cc"
     compiler.write_text('#!/bin/sh\ncase " $* " in *" -fopenmp "*) exit 1;; esac\nexec cc "$@"\n')
     compiler.chmod(0o755)
