@@ -196,7 +196,7 @@ class Drafter:
         short_B = ends_B - computed_B <= (0 if chain is None else chain.width)
         if chain is None or not short_B.any() or not chain.fits(int(short_B.sum())):
             return np.zeros(len(rows_B), dtype=np.bool_)
-        rows, ends, counts, computed = (one[short_B] for one in (rows_B, ends_B, counts_B, computed_B))
+        rows, ends, counts, computed = rows_B[short_B], ends_B[short_B], counts_B[short_B], computed_B[short_B]
         chain.replay(rows, ends, ends - computed, counts)
         self._rows.computed[rows] = ends + counts - 1
         for row, start, end in zip(rows.tolist(), computed.tolist(), ends.tolist(), strict=True):
