@@ -136,7 +136,7 @@ class RankGraphs:
     ) -> C | None:
         """Return work of a feature, captured after all steps; None if off, or failed under 'auto'.
 
-        Without captured steps nothing keeps weights in their places, and none is captured.  where: as for ``Capturing``.
+        Without captured steps nothing keeps weights where they are, and none is captured.  where: as for ``Capturing``.
         Raises GraphError on failure if the configuration names the mode."""
         if self._recorder is None or not self.device.captures or not self._pool_serves:
             return None
