@@ -700,6 +700,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     MLP, as in ``MLPShape``.
     divided: whether a rank has some of the experts whole, instead of a part of each.
     four_bits: whether a GPU multiplies by the stacks as MXFP4 has them, and never has them as floats.
+    float8: whether a GPU multiplies by each expert's float8 elements as the file has them, with a scale per block.
     """
 
     built_by: ClassVar[str] = "engine.layers.experts:Experts"
@@ -725,6 +726,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     slope: float = 1.0
     divided: bool = False
     four_bits: bool = False
+    float8: bool = False
 
     @property
     def width(self) -> int:
