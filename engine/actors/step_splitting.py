@@ -159,7 +159,6 @@ class _StepParts:
     parts: list[PendingStep]
 
     def ready(self) -> bool:
-        """Whether ``collect`` would return at once."""
         return all(pending.ready() for pending in self.parts)
 
     def collect(self) -> StepDone:

@@ -217,7 +217,6 @@ class GatedAttentionShape(AttentionShape, frozen=True, kw_only=True):
 
     @property
     def inner(self) -> tuple[MatrixRows, MatrixRows, MatrixRows]:
-        """The rows of queries, keys and values."""
         queries = self.num_heads * self.head_size
         return stacked("q_proj", (queries, queries), self.num_heads)[0], *super().inner[1:]
 
@@ -467,7 +466,6 @@ class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
-        """Shape of the stored rates of heads' decays."""
         return 1, 1, self.num_heads, 1
 
     @property
@@ -699,6 +697,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     gate, up, down: names of the products, if each expert has its own tensors.  Without a gate, '', an expert is a plain
     MLP, as in ``MLPShape``.
     divided: whether a rank has some of the experts whole, instead of a part of each.
+    exchanged: whether such ranks send only the results that they have, in steps that are not captured.
     four_bits: whether a GPU multiplies by the stacks as MXFP4 has them, and never has them as floats.
     """
 
@@ -724,6 +723,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     limit: float = 0.0
     slope: float = 1.0
     divided: bool = False
+    exchanged: bool = False
     four_bits: bool = False
 
     @property

@@ -89,7 +89,6 @@ class CodesReader(SafetensorsReader):
         super().__init__(stored)
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
-        """Return a part of a tensor."""
         part = super().part(name, dim, start, length, member)
         if name.endswith(SCALES) and part.numel() and (largest := int(part.max())) > LARGEST_SCALE:
             what = f"has a scale of {largest}, and the kernel takes {LARGEST_SCALE} at most"

@@ -79,7 +79,6 @@ class ShortConvolution(RecurrentPart):
         self.convolution.pack()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from self.inner.slices(name)
         yield from self.convolution.slices(name)

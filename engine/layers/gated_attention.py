@@ -30,7 +30,6 @@ class GatedAttention(SelfAttention):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Layers that the linear kernel computes (``Attention``)."""
         return self.qkv, self.gate, self.output_linear
 
     def gated(self, attended_TQH: Tensor, normed_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
@@ -45,6 +44,5 @@ class GatedAttention(SelfAttention):
         self._activate = activated_by_rows
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         yield from super().slices(prefix)
         yield from self.gate.slices(joined(prefix, self.shape.name))

@@ -68,7 +68,6 @@ class GatedDelta(RecurrentPart):
         self.decay_H = self.decay_H.narrow(0, self.comm.rank * count, count).exp().neg_()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from self.inner.slices(name)
         yield from self.convolution.slices(name)

@@ -32,14 +32,12 @@ class KimiDelta(GatedDelta):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Layers that the model's linear kernel computes (``Recurrent``)."""
         return self.inner, self.gate, self.decay, self.outer
 
     def _widened(self, z_TI: Tensor, a_TA: Tensor) -> tuple[Tensor, Tensor]:
         return self.gate(z_TI.contiguous()), self.decay(a_TA.contiguous())
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from super().slices(prefix)
         yield from self.gate.slices(name)

@@ -84,17 +84,14 @@ class LatentAttention:
         return self.output_linear(values_QTV.transpose(0, 1).flatten(1))
 
     def leave_sum(self) -> NormingComm | None:
-        """Return this rank's summand from now on (``SumLeaver``)."""
         return self.output_linear.leave_sum()
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Prepare for the device and its kernels; called once, after loading."""
         if self.query_norm is not None:
             self.query_norm.pack(kernels)
         self.latent_norm.pack(kernels)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from self.inward.slices(name)
         if self.query_norm is not None:

@@ -60,7 +60,6 @@ class Lightning(RecurrentPart):
         self._activate = activated_by_rows
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from self.inner.slices(name)
         yield whole(f"{name}.norm.weight", self.norm_I)

@@ -76,7 +76,6 @@ class Mamba2(RecurrentPart):
         self.decay_H.exp_().neg_()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from self.inner.slices(name)
         yield from self.convolution.slices(name)

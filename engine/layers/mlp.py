@@ -91,14 +91,12 @@ class GatedMLP:
         self._activate = activated_by_rows
 
     def leave_sum(self) -> NormingComm | None:
-        """Return this rank's summand from now on (``SumLeaver``)."""
         return self.down.leave_sum()
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Do nothing: there are only linear layers."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from self.gate_up.slices(name)
         yield from self.down.slices(f"{name}.{self.shape.down}")
@@ -137,14 +135,12 @@ class MLP:
         self._activate = activated_by_rows
 
     def leave_sum(self) -> NormingComm | None:
-        """Return this rank's summand from now on (``SumLeaver``)."""
         return self.down.leave_sum()
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Do nothing: there are only linear layers."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         for linear, source in ((self.up, name), (self.down, f"{name}.{self.shape.down}")):
             slices = linear.slices(source)

@@ -79,7 +79,6 @@ class RMSNorm:
         return self._plain(x_TD)
 
     def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
-        """Add ``update`` to x in place and return the norm of the sum."""
         if kernels is not None and (update_TD is not None or self._alone):
             return kernels.add_norm(x_TD, update_TD, self.weight, self.eps)
         return self(x_TD if update_TD is None else x_TD.add_(update_TD))
@@ -99,7 +98,6 @@ class RMSNorm:
             self._by_length = (floor, self.weight * math.sqrt(self.size))
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this layer reads."""
         yield whole(joined(joined(prefix, self.name), "weight"), self.weight)
 
     def _plain(self, x_TD: Tensor) -> Tensor:
@@ -127,11 +125,9 @@ class RenewingNorm:
         return normed_TD
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
-        """Prepare for the device; called once, after loading."""
         self._norm.pack(kernels)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this layer reads."""
         return self._norm.slices(prefix)
 
 
@@ -160,7 +156,6 @@ class LayerNorm:
         return F.layer_norm(x_TD, (self.size,), self.weight, self.bias, self.eps)
 
     def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
-        """Add ``update`` to x in place and return the norm of the sum."""
         return self(x_TD if update_TD is None else x_TD.add_(update_TD))
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
@@ -169,7 +164,6 @@ class LayerNorm:
             self.weight.add_(self.offset)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this layer reads."""
         name = joined(prefix, self.name)
         yield whole(f"{name}.weight", self.weight)
         if self.bias is not None:
@@ -254,7 +248,6 @@ class WideHeadNorm:
         """Do nothing."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this layer reads."""
         first = 0
         for name, count, total in zip(("q_norm", "k_norm"), self.counts, self.totals, strict=True):
             copies = max(1, count * self.comm.size // total)

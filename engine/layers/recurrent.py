@@ -38,7 +38,6 @@ class RecurrentPart:
     def advance(
         self, normed_TD: Tensor, states: tuple[Tensor, ...], step: StatesOfStep, kernels: LayerKernels | None
     ) -> Tensor:
-        """Return what ``output`` takes, and advance the states (``Recurrent``)."""
         mix = self._mix_alone if self._one_by_one else self.mix
         return step.mixed(mix, self.inner(normed_TD), states, self.outer.inputs_of_rank)
 
@@ -46,7 +45,6 @@ class RecurrentPart:
         return torch.cat([self.mix(inner_TI[token], states, alone) for token, alone in step.one_by_one()])
 
     def output(self, mixed_TM: Tensor) -> Tensor:
-        """Return the layer's output (``Recurrent``)."""
         return self.outer(mixed_TM)
 
     def by_rows(self) -> None:

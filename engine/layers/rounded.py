@@ -85,7 +85,6 @@ class RoundingNorm:
         """Do nothing: the norm was prepared before."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this layer reads."""
         return self._norm.slices(prefix)
 
 

@@ -93,12 +93,10 @@ class LateNormAttention(SelfAttention):
         return super().project(index, normed_TD, rotary, angles, step, kernels).mul_(self.factors_H)
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Prepare for the device and its kernels; called once, after loading."""
         super().pack(kernels)
         self.factors_H = self.weights_2H[0] * self.weights_2H[1]
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         yield from super().slices(prefix)
         for name, weight_H in zip(self.names, self.weights_2H, strict=True):
             yield whole(f"{joined(prefix, self.shape.name)}.{name}.weight", weight_H)

@@ -107,16 +107,13 @@ class SelfAttention:
         return self.output_linear(attended_TQH.flatten(1))
 
     def leave_sum(self) -> NormingComm | None:
-        """Return this rank's summand from now on (``SumLeaver``)."""
         return self.output_linear.leave_sum()
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Prepare for the device and its kernels; called once, after loading."""
         if self.head_norm is not None:
             self.head_norm.pack(kernels)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         shape, name = self.shape, joined(prefix, self.shape.name)
         qkv = self.qkv.slices(name)
         output = self.output_linear.slices(f"{name}.{shape.output}")

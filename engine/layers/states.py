@@ -200,7 +200,6 @@ class StatesOfDecodes(StatesOfStep):
         self.fresh_B, self.starts_B1 = is_padding_B.to(torch.int32), starts_B1
 
     def one_by_one(self) -> Iterator[tuple[slice, StatesOfStep]]:
-        """Yield each token with a step of this token alone, in their order."""
         for row in range(self.num_rows):
             alone = copy(self)
             alone.num_rows, alone.starts_B1 = 1, self.starts_B1[:2]

@@ -70,7 +70,6 @@ class PartsNorm:
         """Do nothing: the norm was prepared before."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this layer reads."""
         return self._norm.slices(prefix)
 
 
@@ -99,7 +98,6 @@ class SummedNorm:
         """Do nothing: the norm was prepared before."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this layer reads."""
         return self._norm.slices(prefix)
 
 

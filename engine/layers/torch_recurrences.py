@@ -64,7 +64,6 @@ class TorchRecurrences:
         matrices_SHKV: Tensor,
         step: StatesOfStep,
     ) -> Tensor:
-        """Return o_THV of the gated delta rule."""
         _, heads, key, value = matrices_SHKV.shape
         keys = (qkv_TC.shape[1] - heads * value) // 2
         q_TGK, k_TGK = qkv_TC[:, : 2 * keys].unflatten(1, (2, -1, key)).unbind(1)
@@ -89,7 +88,6 @@ class TorchRecurrences:
         matrices_SHKV: Tensor,
         step: StatesOfStep,
     ) -> Tensor:
-        """Return o_THV of Mamba 2."""
         _, heads, key, value = matrices_SHKV.shape
         x_THV = xkq_TC[:, : heads * value].unflatten(1, (heads, value))
         k_TGK, q_TGK = xkq_TC[:, heads * value :].unflatten(1, (2, -1, key)).unbind(1)

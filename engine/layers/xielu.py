@@ -35,7 +35,6 @@ class XIELU(MLP):
         self._is_by_rows = False
 
     def by_rows(self) -> None:
-        """Compute the activation by rows (``RowwisePart``)."""
         self._is_by_rows = True
 
     def pack(self, kernels: LayerKernels | None) -> None:
@@ -45,7 +44,6 @@ class XIELU(MLP):
         self.above, self.below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads."""
         yield from super().slices(prefix)
         for name in () if self.numbers else NAMES:
             yield whole(f"{joined(prefix, self.shape.name)}.act_fn.{name}", getattr(self, name))

@@ -100,11 +100,9 @@ class Decoder(DecoderWeights):
         self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
 
     def forward(self, step: StepTensors) -> Tensor:
-        """Store the step's keys and values and return logits_NV for ``step.sample_at_N`` (``logits``)."""
         return self.logits(self.hidden(step, step.sample_at_N))
 
     def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
-        """Store the step's keys and values and return x_TD, the input of ``logits``, or its ``wanted_N`` rows."""
         # A compiler fuses by itself, and does it better with operations that it can trace.
         kernels = None if self.kernels is None or torch.compiler.is_dynamo_compiling() else self.kernels
         x_TD = self._embed(step, kernels)
@@ -129,7 +127,6 @@ class Decoder(DecoderWeights):
         return x_TD if wanted_N is None or not reads_last else x_TD.index_select(0, wanted_N)
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """Return logits_NV of rows from ``hidden``: float32, or the model's dtype if kernels sample."""
         normed_ND = self.normed(x_ND)
         if self.shape.logit_scale != 1.0:
             normed_ND = normed_ND * self.shape.logit_scale
@@ -139,7 +136,6 @@ class Decoder(DecoderWeights):
         return logits_NV
 
     def normed(self, x_ND: Tensor) -> Tensor:
-        """Return the LM head's input for rows from ``hidden``: the model's last representation of them."""
         return self.norm.added(x_ND, None, self.kernels)
 
     def by_rows(self) -> None:

@@ -97,7 +97,6 @@ class PinnedCopies:
         self._found.append((name, torch.stack(arrived.aminmax()).isfinite().all()))
 
     def damaged(self) -> str | None:
-        """Wait for all copies; return the name of the first tensor with NaN or infinity, None if there is none."""
         found, self._found = self._found, []
         if not found:
             return None

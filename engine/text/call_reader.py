@@ -43,14 +43,12 @@ class CallReader:
         raise NotImplementedError
 
     def push(self, text: str) -> list[OutputPart]:
-        """Return the parts that are certain now, in order."""
         if text:
             self._pending += text
             next(self._reading, None)
         return self._take_parts()
 
     def finish(self) -> list[OutputPart]:
-        """Return the parts that were held back, since no more text comes."""
         self._ended = True
         next(self._reading, None)
         return self._take_parts()

@@ -87,11 +87,9 @@ class ToolCallParser:
         self._forced = forced
 
     def push(self, text: str) -> list[OutputPart]:
-        """Return the parts that are certain now, in order."""
         return self._counted(self._parser.push(text))
 
     def finish(self) -> list[OutputPart]:
-        """Return the parts that were held back, since no more text comes."""
         parts = self._counted(self._parser.finish())
         self.cut_off = self._parser.cut_off and self._shows(self.num_calls - 1)
         return [part for part in parts if not (self._forced and isinstance(part, str))]

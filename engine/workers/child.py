@@ -105,7 +105,6 @@ class Child:
             self._process.kill()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; return False on a timeout."""
         return await is_set_within(timeout_s, self._gone)
 
     def _reap(self) -> None:

@@ -233,7 +233,6 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
     # ---- from the frontend ---------------------------------------------------------------------
 
     def take(self, slot: FrontendSlot, message: FromFrontend) -> None:
-        """Handle a message of the frontend."""
         match message:
             case Tokenize():
                 self._open.add(message.request_id)

@@ -69,7 +69,6 @@ class LinkedWorker(Generic[Inbound, Outbound]):
             raise
 
     def put(self, message: Outbound) -> None:
-        """Send.  Raises WireError if the message is over the limit, LinkError if the worker accepts nothing."""
         self._server.link.put(message)
 
     async def end(self) -> None:

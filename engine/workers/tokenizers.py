@@ -224,7 +224,6 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
     # ---- from the processes -----------------------------------------------------------------
 
     def take(self, slot: TokenizerSlot, message: FromTokenizer) -> None:
-        """Handle a message of a process."""
         match message:
             case Deltas():
                 for delta in message.deltas:

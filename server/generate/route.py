@@ -181,7 +181,6 @@ class GenerateRoute(Generic[B]):
         self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
 
     async def read(self, body: bytes) -> tuple[B, Generation]:
-        """Returns a body as its type, and what it asks for, whose pictures are not read.  Raises RequestError."""
         return await self._reader.understand(body)
 
     async def understand(self, body: bytes, exchange: Exchange) -> tuple[B, Generation]:

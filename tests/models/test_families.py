@@ -31,9 +31,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 INTRODUCTION = """\
 # Models
 
-`callboard models` lists the architectures that can be served here, those of installed plugins among them. The first
-name of `architectures` in its `config.json` is a checkpoint's architecture. One that is not in the list is served
-[through transformers](#through-transformers) if possible, and otherwise refused at start.
+`callboard models` lists the architectures that can be served here, those of installed plugins among them. A
+checkpoint's architecture is the first name of `architectures` in its `config.json`. One that is not in the list is
+served [through transformers](#through-transformers) if possible, and otherwise refused at start.
 
 Each family is a file of `engine/plugins/model/` that says what the model is made of, and passes the conformance kit
 on tiny checkpoints that transformers writes, one for each variant below: in float32 its logits are within 1e-4 of
@@ -47,8 +47,10 @@ by `python -m tests.models.test_families`.
   experts of gpt-oss are read in MXFP4, as they are published, and in floats. Those in MXFP4 stay in 4 bits, on CPUs too
   ([checkpoints.md](checkpoints.md#quantized-weights)).
 - With several ranks each has a part of every expert; `model.experts = "divided"` gives each rank some whole experts,
-  which keeps products large. Every rank has the states of all tokens, so in both cases only the sums of results are
-  exchanged, and there is no all-to-all. Models that are served through transformers have no experts to divide.
+  which keeps products large. Every rank has the states of all tokens, so no token is sent to an expert, and results
+  are added up over the ranks, zeros included. With `"exchanged"` a rank sends only the results that it has, by an
+  all-to-all, to the rank that adds them up (not in captured steps, and not with an expert that takes all tokens).
+  Models that are served through transformers have no experts to divide.
 - Recurrent layers keep a state of a fixed size for each running request, as
   [recurrent_layers.md](recurrent_layers.md) says: short convolutions (LFM2), the gated delta rule (Qwen3-Next,
   Qwen3.5, OLMo hybrid, Kimi-Linear), Mamba 2 (Granite 4, Nemotron-H, Falcon-H1, Bamba), lightning attention
@@ -59,8 +61,9 @@ by `python -m tests.models.test_families`.
   MiniMax-Text-01 and M1 are read in their first layout and in that of `-hf`; `rotary_dim` is how much of a head rotates.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
   whole on every rank. Prompts are computed on latents as well. Layers for multi-token prediction are read with
-  [`plugins.proposer = "mtp"`](scheduling.md#multi-token-prediction) alone. In DeepSeek V3.2 and GLM-5 a query sees the `index_topk` tokens (2,048) that an indexer chooses: up to so
-  many tokens these are all of them, so a sequence ends there, and the indexer is not read.
+  [`plugins.proposer = "mtp"`](scheduling.md#multi-token-prediction) alone. In DeepSeek V3.2 and GLM-5 a query sees the
+  `index_topk` tokens (2,048) that an indexer chooses. Sequences end at this length, up to which these are all tokens,
+  and the indexer is not read.
 - Llama 4's layers with positions see chunks of 8,192 tokens, which `attention.torch` computes for any page size that
   divides them; the other attention backends are refused by name.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))

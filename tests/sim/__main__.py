@@ -2,6 +2,6 @@
 
 import sys
 
-from server.extensions.chaos.sim.run import main
+from tests.sim.run import main
 
 sys.exit(main())

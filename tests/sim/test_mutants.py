@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 from server.extensions.chaos.sim.mutants import MUTANTS, Mutant, planted
-from server.extensions.chaos.sim.run import play_seed
 from server.extensions.chaos.sim.world import RunOutcome
+from tests.sim.run import play_seed
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,9 @@ from collections import Counter
 
 import pytest
 
+from engine.features.recording.shrink import shrink
 from server.extensions.chaos.sim.mutants import Mutant, planted
-from server.extensions.chaos.sim.recovery import WorkerWorld, draw, explain, play, shrink_plan
+from server.extensions.chaos.sim.recovery import Plan, WorkerWorld, draw, play
 from server.extensions.chaos.sim.recovery_mutants import MUTANTS, a_lost_fronts_requests_go_on
 from server.extensions.chaos.sim.traffic import KINDS
 
@@ -26,6 +27,20 @@ MARKS = (
     "tokenizer_lost",
     "too late",
 )
+
+
+def explain(world: WorkerWorld) -> str:
+    """Return the failure of a run, and the fewest faults with which it fails the same way."""
+    kept = shrink_plan(world.plan)
+    few = "\n".join(f"  {number}: {world.plan.faults[number]}" for number in kept)
+    return f"seed {world.plan.seed} ({world.plan.kind}) FAILED: {world.failure!r}\nstill so with faults {kept}:\n{few}"
+
+
+def shrink_plan(plan: Plan, limit_s: float = 20.0) -> list[int]:
+    """The fewest faults of a failing run with which it fails the same way."""
+    kind = type(play(plan).failure)
+    kept, _ = shrink(list(plan.faults), [0], lambda ops, _: type(play(plan.only(ops)).failure) is kind, limit_s)
+    return kept
 
 
 @pytest.mark.slow

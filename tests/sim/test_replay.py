@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from server.extensions.chaos.sim.dice import draw
-from server.extensions.chaos.sim.run import REPOSITORY, main, play_seed, replay_line
+from tests.sim.run import REPOSITORY, main, play_seed, replay_line
 
 SEEDS = (7, 63, 104)
 

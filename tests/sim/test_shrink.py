@@ -5,7 +5,7 @@ import pytest
 from engine.features.recording.shrink import shrink
 from server.extensions.chaos.sim.dice import draw
 from server.extensions.chaos.sim.mutants import a_page_leaks_when_a_row_is_released, an_unlock_is_missed, planted
-from server.extensions.chaos.sim.run import explain, play_seed, replay_line, shrink_seed
+from tests.sim.run import explain, play_seed, replay_line, shrink_seed
 
 OPS = list(range(40))
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from server.extensions.chaos.sim.run import MARKS, Sweep, explain, sweep
+from server.extensions.chaos.sim.marks import MARKS
 from server.extensions.chaos.sim.world import RunOutcome
+from tests.sim.run import Sweep, explain, sweep
 
 NUM_QUICK_SEEDS = 30
 NUM_SEEDS = 200  # planted bugs, see ``test_mutants.py``, are found within as many

@@ -7,9 +7,9 @@ import pytest
 
 from server.extensions.chaos.sim.dice import WITH_STATES, draw
 from server.extensions.chaos.sim.mutants import Mutant, planted
-from server.extensions.chaos.sim.run import Sweep, explain, play_seed, sweep
 from server.extensions.chaos.sim.state_mutants import MUTANTS, a_rejected_token_stays_in_the_state
 from server.extensions.chaos.sim.world import RunOutcome
+from tests.sim.run import Sweep, explain, play_seed, sweep
 
 NUM_QUICK_SEEDS = 10
 NUM_SEEDS = 200

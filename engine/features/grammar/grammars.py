@@ -42,13 +42,11 @@ class GrammarCache:
         self._caching = threading.Lock()
 
     def check(self, grammar: Grammar) -> float:
-        """Compile the grammar; return the seconds that it took.  Raises RequestError if it is wrong or too large."""
         began = time.perf_counter()
         self._compiled(grammar)
         return time.perf_counter() - began
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Return a new matcher at the grammar's start.  Raises RequestError as ``check`` does."""
         return self._compiled(grammar).matcher()
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:

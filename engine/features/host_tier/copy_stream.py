@@ -37,7 +37,6 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
 
     def queue(self, copy: Callable[[], None]) -> Mark:
-        """Queue a copy after the work that the model's stream has now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             copy()
@@ -46,7 +45,6 @@ class CudaCopies:
         return mark
 
     def wait(self, mark: Mark) -> None:
-        """Make the model's stream wait for a copy."""
         if mark is not None:
             model = torch.cuda.current_stream(self._stream.device)
             model.wait_event(mark)

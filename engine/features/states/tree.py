@@ -112,7 +112,6 @@ class StateTree(RadixTree):
     # ---- snapshots --------------------------------------------------------------------------
 
     def slot_of(self, handle: Handle) -> int:
-        """Return the slot of the snapshot at a handle's end."""
         assert handle.node is not None, "a handle was used after its unlock"
         return self._snapshots[handle.node]
 
@@ -195,7 +194,6 @@ class StateTree(RadixTree):
         self._lent[handle.node] += 1
 
     def take_back(self, handle: Handle) -> None:
-        """End a ``lend_state``."""
         assert handle.node is not None, "a handle was used after its unlock"
         self._lent[handle.node] -= 1
         if not self._lent[handle.node]:

@@ -179,11 +179,9 @@ class WeightsFeature(EngineFeature):
         )
 
     async def rest(self, tags: tuple[str, ...]) -> None:
-        """Give memory back.  Raises RequestError."""
         await self._do(GiveBack(msgspec.convert(tags, tuple[Tag, ...])))
 
     async def rise(self, tags: tuple[str, ...]) -> None:
-        """Take memory again.  Raises RequestError."""
         if self._planner.given_back:
             await self._do(TakeBack(msgspec.convert(tags, tuple[Tag, ...])))
 

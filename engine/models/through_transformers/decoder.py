@@ -98,7 +98,6 @@ class TransformersDecoder:
         return len(self._linears) // self.attention_spec.num_layers
 
     def forward(self, step: StepTensors) -> Tensor:
-        """Store keys and values and return logits_NV for ``step.sample_at_N``."""
         return self.logits(self.hidden(step, step.sample_at_N))
 
     def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
@@ -116,7 +115,6 @@ class TransformersDecoder:
         return self._step.inserts.embed(embedded[0])[None]
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """Return logits_NV of rows from ``hidden``."""
         logits_NV: Tensor = self._module(inputs_embeds=x_ND[None], use_cache=False).logits[0]
         return logits_NV.float() if self._kernels is None else logits_NV
 

@@ -76,7 +76,6 @@ class TransformersTower:
 
     @torch.inference_mode()
     def encode(self, data: bytes, way: str) -> Tensor:
-        """Return rows_LND of a picture."""
         if way == WAY and self._films is not None:
             return self._rows(film_inputs(self._films, data, self._processor))
         return self._rows(self._pixels([data], way))

@@ -39,7 +39,6 @@ class NgramProposer:
         self._lengths = tuple(range(options.longest, options.shortest - 1, -1)) or (options.longest,)
 
     def open(self) -> "NgramSession":
-        """Return the session of a new sequence."""
         return NgramSession(self._lengths)
 
 

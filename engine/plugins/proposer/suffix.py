@@ -39,7 +39,6 @@ class SuffixProposer:
         self._options = options
 
     def open(self) -> "SuffixSession":
-        """Return the session of a new sequence."""
         return SuffixSession(self._options)
 
 

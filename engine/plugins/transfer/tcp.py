@@ -82,7 +82,6 @@ class TcpTransfer:
         self._thread.start()
 
     def locate(self, name: str) -> str:
-        """Return the address of this rank's counterpart in an engine of ``peers``."""
         if name not in self._places:
             raise ValueError(f"{name!r} is not in peers")
         return _with_rank(self._places[name], self._rank)

@@ -15,7 +15,8 @@ from server.extensions.chaos.ledger import Ledger
 from server.extensions.chaos.rejoin import plan
 from server.extensions.chaos.rejoin import scene as rejoin
 from server.extensions.chaos.sim import dice, recovery
-from server.extensions.chaos.sim.run import MARKS, cpu_limit
+from server.extensions.chaos.sim.loop import cpu_limit
+from server.extensions.chaos.sim.marks import MARKS
 from server.extensions.chaos.sim.scenario import Cancel, Jump, Submit, describe
 from server.extensions.chaos.sim.world import World
 from server.extensions.chaos.split import world as split

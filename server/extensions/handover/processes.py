@@ -113,7 +113,6 @@ class LocalFleet:
         self._processes[number] = self._start(number)
 
     def close(self) -> None:
-        """End them all."""
         for number in range(self.size):
             self._end(number)
         self._folder.cleanup()

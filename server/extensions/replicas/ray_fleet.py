@@ -165,7 +165,6 @@ class RayFleet:
         log.info("ray: %d replicas on %d nodes", size, len(ray.nodes()))
 
     async def url(self, number: int) -> str:
-        """Returns where the replica listens.  Waits until it has been started, or started again."""
         where: str = await self._actors[number].url.remote()
         return where
 
@@ -225,7 +224,6 @@ class SharedFleet(RayFleet):
         return await super().url(number)
 
     async def is_running(self, number: int) -> bool:
-        """Returns whether another router has started a replica that was stopped."""
         try:
             await asyncio.to_thread(self._found, number)
         except ValueError:

@@ -6,7 +6,7 @@ Owns: the bugs.  Does not know: how they are found.
 from collections.abc import Callable
 from typing import Any
 
-from server.extensions.chaos.sim.mutants import Mutant
+from server.extensions.chaos.sim.mutants import Method, Mutant, replacement
 from server.extensions.replicas.replicas import Replicas
 from server.proxy.affinity import PrefixAffinity
 from server.proxy.passage import Passage
@@ -21,47 +21,37 @@ def what_a_lost_replica_held_is_remembered(_: Callable[..., None]) -> Callable[.
     return lambda self, name: None
 
 
-def a_stream_goes_on_a_token_too_early(pieces: Callable[..., tuple[bytes, ...]]) -> Callable[..., tuple[bytes, ...]]:
-    def mutant(self: Passage) -> tuple[bytes, ...]:
-        for choice in self._choices.values():
-            choice.tokens = choice.tokens[:-4]
-        return pieces(self)
-
-    return mutant
+@replacement
+def a_stream_goes_on_a_token_too_early(pieces: Callable[..., tuple[bytes, ...]], self: Passage) -> tuple[bytes, ...]:
+    for choice in self._choices.values():
+        choice.tokens = choice.tokens[:-4]
+    return pieces(self)
 
 
-def a_stream_begins_anew_elsewhere(pieces: Callable[..., tuple[bytes, ...]]) -> Callable[..., tuple[bytes, ...]]:
-    def mutant(self: Passage) -> tuple[bytes, ...]:
-        self._choices.clear()
-        return pieces(self)
-
-    return mutant
+@replacement
+def a_stream_begins_anew_elsewhere(pieces: Callable[..., tuple[bytes, ...]], self: Passage) -> tuple[bytes, ...]:
+    self._choices.clear()
+    return pieces(self)
 
 
-def the_count_of_a_streams_tokens_falls_behind(take: Callable[..., bytes]) -> Callable[..., bytes]:
-    def mutant(self: Passage, chunk: bytes) -> bytes:
-        passed = take(self, chunk)
-        for choice in self._choices.values():
-            choice.num_events += 1
-            if len(choice.tokens) > 12:
-                del choice.tokens[-4:]
-        return passed
-
-    return mutant
+@replacement
+def the_count_of_a_streams_tokens_falls_behind(take: Callable[..., bytes], self: Passage, chunk: bytes) -> bytes:
+    passed = take(self, chunk)
+    for choice in self._choices.values():
+        choice.num_events += 1
+        if len(choice.tokens) > 12:
+            del choice.tokens[-4:]
+    return passed
 
 
-def a_replica_that_comes_back_is_not_found(_: Callable[..., Any]) -> Callable[..., Any]:
-    async def mutant(self: Replicas, replica: Replica) -> None:
-        pass
-
-    return mutant
+@replacement
+async def a_replica_that_comes_back_is_not_found(_: Method, self: Replicas, replica: Replica) -> None:
+    pass
 
 
-def a_drained_replica_is_not_started(_: Callable[..., Any]) -> Callable[..., Any]:
-    async def mutant(self: Replicas, replica: Replica) -> None:
-        replica.state = State.STOPPED
-
-    return mutant
+@replacement
+async def a_drained_replica_is_not_started(_: Method, self: Replicas, replica: Replica) -> None:
+    replica.state = State.STOPPED
 
 
 def only_one_replica_gets_all(choose: Callable[..., Replica]) -> Callable[..., Replica]:

@@ -6,7 +6,6 @@ code that serves (``server/proxy``, ``server/extensions/replicas``); so is each 
 """
 
 import asyncio
-import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -25,7 +24,7 @@ from server.extensions.chaos.fleet.replica import SimReplica
 from server.extensions.chaos.ledger import Ledger
 from server.extensions.chaos.sim.failures import SimIncorrect, SimStuck
 from server.extensions.chaos.sim.links import LinkWeather
-from server.extensions.chaos.sim.loop import SimDeadlock, SimLivelock, SimLoop
+from server.extensions.chaos.sim.loop import SimLoop
 from server.extensions.chaos.sim.luck import luck
 from server.extensions.chaos.sim.oracle import VOCAB
 from server.extensions.chaos.sim.scenario import SimSetup
@@ -152,12 +151,10 @@ class SimFleet:
         return f"http://replica{number}"
 
     async def stop(self, number: int) -> None:
-        """End a replica."""
         if self._replicas[number].is_alive:
             self._replicas[number].kill()
 
     async def start(self, number: int) -> None:
-        """Start a replica."""
         if not self._replicas[number].is_alive:
             self._replicas[number].start()
 
@@ -303,24 +300,7 @@ class Scene:
 
     def run(self) -> None:
         """Carry out the plan."""
-        level = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_until_complete(self._play())
-        except (SimDeadlock, SimLivelock) as error:
-            self._fail(SimStuck(f"{type(error).__name__}: {error}"))
-        except Exception as error:
-            self._fail(error)
-        finally:
-            while tasks := asyncio.all_tasks(self.loop):  # one that ends may have begun another
-                for task in tasks:
-                    task.cancel()
-                self.loop.call_later(1.0, self.loop.stop)
-                self.loop.run_forever()
-            asyncio.set_event_loop(None)
-            self.loop.close()
-            logging.disable(level)
+        self.loop.play(self._play(), self._fail)
 
     def _fail(self, error: object) -> None:
         if self.failure is None and not isinstance(error, asyncio.CancelledError):

@@ -6,7 +6,6 @@ connections, clients and the device are simulated.
 """
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from server.extensions.chaos.rejoin.disk import SimDisk
 from server.extensions.chaos.rejoin.life import ServerLife
 from server.extensions.chaos.rejoin.plan import REJOIN_S, RejoinOp, RejoinPlan
 from server.extensions.chaos.sim.failures import SimStuck
-from server.extensions.chaos.sim.loop import SimDeadlock, SimLivelock, SimLoop
+from server.extensions.chaos.sim.loop import SimLoop
 from server.extensions.chaos.sim.luck import luck
 from server.extensions.chaos.sim.oracle import VOCAB
 from server.extensions.journal import journal, run, streams
@@ -52,25 +51,8 @@ class RejoinScene:
 
     def run(self) -> None:
         """Carry out the plan."""
-        level = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)
-        asyncio.set_event_loop(self.loop)
-        try:
-            with self._virtual():
-                self.loop.run_until_complete(self._play())
-        except (SimDeadlock, SimLivelock) as error:
-            self._fail(SimStuck(f"{type(error).__name__}: {error}"))
-        except Exception as error:
-            self._fail(error)
-        finally:
-            while tasks := asyncio.all_tasks(self.loop):
-                for task in tasks:
-                    task.cancel()
-                self.loop.call_later(1.0, self.loop.stop)
-                self.loop.run_forever()
-            asyncio.set_event_loop(None)
-            self.loop.close()
-            logging.disable(level)
+        with self._virtual():
+            self.loop.play(self._play(), self._fail)
 
     @contextmanager
     def _virtual(self) -> Iterator[None]:

@@ -532,11 +532,6 @@ class SimExecutor(Actor[ExecutorInbox]):
         if self._timer is not None:
             self._timer.cancel()
 
-    @property
-    def num_queued(self) -> int:
-        """Steps that have arrived and have not been answered."""
-        return len(self._steps)
-
     def _begin(self) -> None:
         step = self._steps[0]
         draw = luck(self._seed, 0xE, step.step_id)

@@ -5,13 +5,20 @@ pure function of the program, and an hour passes in an instant.
 """
 
 import asyncio
+import contextlib
+import logging
+import signal
 from asyncio import base_events
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
+from types import FrameType
 from typing import Any
 
+from server.extensions.chaos.sim.failures import SimStuck
+
 MOST_CALLBACKS_AT_ONCE = 200_000
+CPU_LIMIT_S = 30.0
 
 
 class SimDeadlock(Exception):
@@ -54,6 +61,34 @@ class SimLoop(base_events.BaseEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def play(self, work: Coroutine[Any, Any, None], fail: Callable[[BaseException], None]) -> None:
+        """Run ``work``, end what it leaves behind, and close.  fail: called with what it raises."""
+        level = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)  # crashes are meant here
+        asyncio.set_event_loop(self)
+        try:
+            self.run_until_complete(work)
+        except (SimDeadlock, SimLivelock) as error:
+            fail(SimStuck(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # the simulation's own mistakes too are reported with their seed
+            fail(error)
+        finally:
+            self._end_tasks()
+            asyncio.set_event_loop(None)
+            self.close()
+            logging.disable(level)
+
+    def _end_tasks(self) -> None:
+        """Leave nothing behind that Python would warn about."""
+        for _ in range(10):  # a task that ends may have begun another
+            tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
+            if not tasks:
+                break
+            for task in tasks:
+                task.cancel()
+            self.call_later(1.0, self.stop)
+            self.run_forever()
 
     def jump(self, seconds: float) -> None:
         """The clock is set forward, whatever is due in between."""
@@ -103,3 +138,19 @@ class SimLoop(base_events.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         pass
+
+
+@contextlib.contextmanager
+def cpu_limit() -> Iterator[None]:
+    """The engine's own loops must end too; virtual time would never notice."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise SimStuck(f"some code did not return for {CPU_LIMIT_S:g} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)

@@ -7,6 +7,7 @@ Every one is a mistake that this code could make or that other engines have made
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import msgspec
@@ -42,8 +43,19 @@ from engine.scheduling.requests import Requests
 from engine.scheduling.rows import Rows, RowTable, Sequence
 from engine.scheduling.step_builder import Appends, InFlight, StepBuilder, Wave
 
-Mutant = Callable[[Callable[..., Any]], Callable[..., Any]]
+Method = Callable[..., Any]
+Mutant = Callable[[Method], Method]
 """Gets the method as it is and returns the one that stands in its place."""
+
+
+def replacement(called: Method) -> Mutant:
+    """Return the mutant whose method calls ``called``, with the method as it is before the arguments."""
+
+    @wraps(called)
+    def mutant(method: Method) -> Method:
+        return lambda *given, **named: called(method, *given, **named)
+
+    return mutant
 
 
 @contextmanager
@@ -66,37 +78,29 @@ def planted(mutant: Mutant, mutants: "dict[Mutant, tuple[Any, str]] | None" = No
 # ---- pages --------------------------------------------------------------------------------------
 
 
-def a_page_is_freed_twice(release: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: PageManager, row: int) -> None:
-        handle = self._handles[row]
-        handle.num_pages = max(0, handle.num_pages - 1)  # the tree's last page is freed as if it were the row's own
-        release(self, row)
-
-    return mutant
+@replacement
+def a_page_is_freed_twice(release: Callable[..., None], self: PageManager, row: int) -> None:
+    handle = self._handles[row]
+    handle.num_pages = max(0, handle.num_pages - 1)  # the tree's last page is freed as if it were the row's own
+    release(self, row)
 
 
-def a_page_leaks_when_a_row_is_released(release: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: PageManager, row: int) -> None:
-        if self._table.num_pages[row] > self._handles[row].num_pages:
-            self._table.num_pages[row] -= 1
-        release(self, row)
-
-    return mutant
+@replacement
+def a_page_leaks_when_a_row_is_released(release: Callable[..., None], self: PageManager, row: int) -> None:
+    if self._table.num_pages[row] > self._handles[row].num_pages:
+        self._table.num_pages[row] -= 1
+    release(self, row)
 
 
-def a_page_comes_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
-    def mutant(self: Decodes) -> Rows:
-        table, rows = self._table, self.rows
-        return rows[table.num_computed[rows] > table.num_pages[rows] * table.page_size]
-
-    return mutant
+@replacement
+def a_page_comes_one_token_late(_: Method, self: Decodes) -> Rows:
+    table, rows = self._table, self.rows
+    return rows[table.num_computed[rows] > table.num_pages[rows] * table.page_size]
 
 
-def transfers_are_dropped(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
-    def mutant(self: TieredTree) -> list[Transfer]:
-        return drain(self)[1:]
-
-    return mutant
+@replacement
+def transfers_are_dropped(drain: Callable[..., list[Transfer]], self: TieredTree) -> list[Transfer]:
+    return drain(self)[1:]
 
 
 def transfers_come_a_step_late(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
@@ -112,53 +116,41 @@ def transfers_come_a_step_late(drain: Callable[..., list[Transfer]]) -> Callable
 # ---- the prefix cache ---------------------------------------------------------------------------
 
 
-def an_unlock_is_missed(unlock: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: RadixTree, handle: Any) -> None:
-        if handle.num_pages % 3 != 2:
-            unlock(self, handle)
-
-    return mutant
+@replacement
+def an_unlock_is_missed(unlock: Callable[..., None], self: RadixTree, handle: Any) -> None:
+    if handle.num_pages % 3 != 2:
+        unlock(self, handle)
 
 
-def a_live_page_can_be_evicted(lock: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: RadixTree, match: Any, priority: int = 0) -> Any:
-        handle = lock(self, match, priority)
-        self._lock_counts.release(handle.node)
-        return handle
-
-    return mutant
+@replacement
+def a_live_page_can_be_evicted(lock: Callable[..., Any], self: RadixTree, match: Any, priority: int = 0) -> Any:
+    handle = lock(self, match, priority)
+    self._lock_counts.release(handle.node)
+    return handle
 
 
-def a_split_is_off_by_one(split: Callable[..., Node]) -> Callable[..., Node]:
-    def mutant(self: Node, num_pages: int) -> Node:
-        return split(self, num_pages - 1 if num_pages > 1 else num_pages)
-
-    return mutant
+@replacement
+def a_split_is_off_by_one(split: Callable[..., Node], self: Node, num_pages: int) -> Node:
+    return split(self, num_pages - 1 if num_pages > 1 else num_pages)
 
 
-def an_unfinished_page_is_published(publish: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: PageManager, row: int, num_tokens: int) -> None:
-        size = self._page_size
-        whole = -(-num_tokens // size) * size
-        publish(self, row, whole if whole <= self._table.num_pages[row] * size else num_tokens)
-
-    return mutant
+@replacement
+def an_unfinished_page_is_published(publish: Callable[..., None], self: PageManager, row: int, num_tokens: int) -> None:
+    size = self._page_size
+    whole = -(-num_tokens // size) * size
+    publish(self, row, whole if whole <= self._table.num_pages[row] * size else num_tokens)
 
 
-def duplicates_are_freed_at_once(publish: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: PageManager, row: int, num_tokens: int) -> None:
-        publish(self, row, num_tokens)
-        self.collect(1 << 60)
-
-    return mutant
+@replacement
+def duplicates_are_freed_at_once(publish: Callable[..., None], self: PageManager, row: int, num_tokens: int) -> None:
+    publish(self, row, num_tokens)
+    self.collect(1 << 60)
 
 
-def rows_keep_stale_pages_after_dedup(_: Callable[..., list[Appends]]) -> Callable[..., list[Appends]]:
-    def mutant(self: PageManager) -> list[Appends]:
-        self._rewrites = []
-        return []
-
-    return mutant
+@replacement
+def rows_keep_stale_pages_after_dedup(_: Method, self: PageManager) -> list[Appends]:
+    self._rewrites = []
+    return []
 
 
 def salts_are_ignored(_: Callable[..., Namespace]) -> Callable[..., Namespace]:
@@ -169,36 +161,30 @@ def pages_are_cached_under_the_wrong_adapter(_: Callable[..., Namespace]) -> Cal
     return lambda cache_salt="", adapter="": Namespace(cache_salt)
 
 
-def a_slot_is_filled_while_a_row_reads_it(_: Callable[..., bool]) -> Callable[..., bool]:
-    def mutant(self: AdapterSlots, adapter: Any) -> bool:
-        for slot in self._slots:
-            slot.rows.clear()
-        return True
-
-    return mutant
+@replacement
+def a_slot_is_filled_while_a_row_reads_it(_: Method, self: AdapterSlots, adapter: Any) -> bool:
+    for slot in self._slots:
+        slot.rows.clear()
+    return True
 
 
 def an_adapter_is_not_put_where_its_row_reads(take: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, row, adapter: (take(self, row, adapter)[0], not self._num_uses % 3)
 
 
-def slots_outlive_the_device(reset: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: LoraPlanner) -> Any:
-        slots = self._slots
-        held = reset(self)
-        for slot in slots._slots:
-            slot.rows.clear()
-        self._slots = slots
-        return held
-
-    return mutant
+@replacement
+def slots_outlive_the_device(reset: Callable[..., Any], self: LoraPlanner) -> Any:
+    slots = self._slots
+    held = reset(self)
+    for slot in slots._slots:
+        slot.rows.clear()
+    self._slots = slots
+    return held
 
 
-def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]:
-    def mutant(self: PageManager, sequence: Sequence) -> int:
-        return self.tree.match(self._prefix_key(sequence), SHARED).num_cached * self._page_size
-
-    return mutant
+@replacement
+def the_look_ahead_ignores_the_salt(_: Method, self: PageManager, sequence: Sequence) -> int:
+    return self.tree.match(self._prefix_key(sequence), SHARED).num_cached * self._page_size
 
 
 # ---- the store ----------------------------------------------------------------------------------
@@ -208,131 +194,117 @@ def damaged_pages_are_used(_: Callable[..., bool]) -> Callable[..., bool]:
     return lambda self, page_hash, record: self.store.get(self._name(page_hash), record)
 
 
-def the_store_does_not_know_salts(last_hash: Callable[..., bytes]) -> Callable[..., bytes]:
-    def mutant(self: Match) -> bytes:
-        return last_hash(self if self.end is not None else Match(self.key, SHARED, self.version))
-
-    return mutant
+@replacement
+def the_store_does_not_know_salts(last_hash: Callable[..., bytes], self: Match) -> bytes:
+    return last_hash(self if self.end is not None else Match(self.key, SHARED, self.version))
 
 
-def fetched_pages_land_off_by_one(adopt: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StorePlanner, sequence: Sequence, *others: Any) -> None:
-        if (fetched := self._answered.get(sequence.request_id)) is not None:
-            first_page = fetched.first_page - (fetched.num_pages > 1)
-            self._answered[sequence.request_id] = replace(fetched, first_page=first_page)
-        adopt(self, sequence, *others)
-
-    return mutant
-
-
-def pages_are_saved_a_step_late(attach: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StorePlanner, step: StepBuilder) -> None:
-        late, self._saves = self._saves, getattr(self, "late", [])
-        attach(self, step)
-        self.late = late  # type: ignore[attr-defined]
-
-    return mutant
+@replacement
+def fetched_pages_land_off_by_one(
+    adopt: Callable[..., None], self: StorePlanner, sequence: Sequence, *others: Any
+) -> None:
+    if (fetched := self._answered.get(sequence.request_id)) is not None:
+        first_page = fetched.first_page - (fetched.num_pages > 1)
+        self._answered[sequence.request_id] = replace(fetched, first_page=first_page)
+    adopt(self, sequence, *others)
 
 
-def who_waits_for_the_store_cannot_be_cancelled(forget: Callable[..., bool]) -> Callable[..., bool]:
-    def mutant(self: StorePlanner, sequence: Sequence) -> bool:
-        waits = any(fetch.sequence is sequence for fetch in self._waiting.values())
-        return waits or forget(self, sequence)
+@replacement
+def pages_are_saved_a_step_late(attach: Callable[..., None], self: StorePlanner, step: StepBuilder) -> None:
+    late, self._saves = self._saves, getattr(self, "late", [])
+    attach(self, step)
+    self.late = late  # type: ignore[attr-defined]
 
-    return mutant
+
+@replacement
+def who_waits_for_the_store_cannot_be_cancelled(
+    forget: Callable[..., bool], self: StorePlanner, sequence: Sequence
+) -> bool:
+    waits = any(fetch.sequence is sequence for fetch in self._waiting.values())
+    return waits or forget(self, sequence)
 
 
 # ---- rows and turns -----------------------------------------------------------------------------
 
 
-def a_row_is_reused_while_a_step_uses_it(release_ended: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Completions) -> None:
-        self._table.last_step[self._ended] = -1
-        release_ended(self)
-
-    return mutant
+@replacement
+def a_row_is_reused_while_a_step_uses_it(release_ended: Callable[..., None], self: Completions) -> None:
+    self._table.last_step[self._ended] = -1
+    release_ended(self)
 
 
-def more_counts_as_computed_than_is(take: Callable[..., int]) -> Callable[..., int]:
-    def mutant(self: RowTable, sequence: Sequence, pages: Any, num_shared: int) -> int:
-        row = take(self, sequence, pages, num_shared)
-        if 0 < self.num_computed[row] < self.num_known[row] - 1:
-            self.num_computed[row] += 1
-        return row
-
-    return mutant
-
-
-def a_retraction_forgets_a_token(wait: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Prefills, sequence: Sequence) -> None:
-        if len(sequence.tokens) > sequence.num_prompt:
-            sequence.tokens = sequence.tokens[:-1]
-        wait(self, sequence)
-
-    return mutant
+@replacement
+def more_counts_as_computed_than_is(
+    take: Callable[..., int], self: RowTable, sequence: Sequence, pages: Any, num_shared: int
+) -> int:
+    row = take(self, sequence, pages, num_shared)
+    if 0 < self.num_computed[row] < self.num_known[row] - 1:
+        self.num_computed[row] += 1
+    return row
 
 
-def the_youngest_goes_first(push: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: RankedQueue, sequence: Sequence) -> None:
-        rank, self._rank = self._rank, lambda one: (-one.arrival,)
-        push(self, sequence)
-        self._rank = rank
-
-    return mutant
+@replacement
+def a_retraction_forgets_a_token(wait: Callable[..., None], self: Prefills, sequence: Sequence) -> None:
+    if len(sequence.tokens) > sequence.num_prompt:
+        sequence.tokens = sequence.tokens[:-1]
+    wait(self, sequence)
 
 
-def a_tenant_is_served_for_nothing(served: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: FairShare, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        if tenant != "greedy":
-            served(self, tenant, num_prompt_tokens, num_output_tokens)
+@replacement
+def the_youngest_goes_first(push: Callable[..., None], self: RankedQueue, sequence: Sequence) -> None:
+    rank, self._rank = self._rank, lambda one: (-one.arrival,)
+    push(self, sequence)
+    self._rank = rank
 
-    return mutant
+
+@replacement
+def a_tenant_is_served_for_nothing(
+    served: Callable[..., None], self: FairShare, tenant: str, num_prompt_tokens: int, num_output_tokens: int
+) -> None:
+    if tenant != "greedy":
+        served(self, tenant, num_prompt_tokens, num_output_tokens)
 
 
-def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: SharedPrefixPlanner, row: int) -> None:
-        self._unshared.clear()
-
-    return mutant
+@replacement
+def who_stands_aside_is_forgotten(_: Method, self: SharedPrefixPlanner, row: int) -> None:
+    self._unshared.clear()
 
 
 # ---- speculation --------------------------------------------------------------------------------
 
 
-def whatever_was_proposed_is_accepted(verified: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: SpeculationPlanner, record: InFlight, sampled: Wave) -> Any:
-        drafts, at = {}, record.num_decodes
-        for row, proposed in record.notes.get(NAME, {}).items():
-            drafts[row] = tuple(sampled.tokens[at : at + len(proposed)].tolist())
-            at += len(proposed) + 1
-        return verified(self, replace(record, notes={NAME: drafts}), sampled)
-
-    return mutant
-
-
-def a_row_goes_on_a_token_too_late(completed: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: SpeculationPlanner, record: InFlight, seconds: float) -> None:
-        completed(self, record, seconds)
-        self._table.num_known[list(self._overrun)] += 1
-
-    return mutant
+@replacement
+def whatever_was_proposed_is_accepted(
+    verified: Callable[..., Any], self: SpeculationPlanner, record: InFlight, sampled: Wave
+) -> Any:
+    drafts, at = {}, record.num_decodes
+    for row, proposed in record.notes.get(NAME, {}).items():
+        drafts[row] = tuple(sampled.tokens[at : at + len(proposed)].tolist())
+        at += len(proposed) + 1
+    return verified(self, replace(record, notes={NAME: drafts}), sampled)
 
 
-def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: SpeculationPlanner, record: InFlight, seconds: float) -> None:
-        completed(self, record, seconds)
-        self._overrun.clear()
+@replacement
+def a_row_goes_on_a_token_too_late(
+    completed: Callable[..., None], self: SpeculationPlanner, record: InFlight, seconds: float
+) -> None:
+    completed(self, record, seconds)
+    self._table.num_known[list(self._overrun)] += 1
 
-    return mutant
+
+@replacement
+def the_device_is_not_told_where_a_row_goes_on(
+    completed: Callable[..., None], self: SpeculationPlanner, record: InFlight, seconds: float
+) -> None:
+    completed(self, record, seconds)
+    self._overrun.clear()
 
 
-def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
-    def mutant(self: Completions, row: int) -> int:
-        # Where the row goes on, keys and values are still those of the token that was rejected there.
-        speculating = [one for one in self._features.all if isinstance(one, SpeculationPlanner)]
-        return num_done(self, row) + any(row in getattr(one._guesses, "_lines", ()) for one in speculating)
-
-    return mutant
+@replacement
+def a_rejected_page_is_published(num_done: Callable[..., int], self: Completions, row: int) -> int:
+    # Where the row goes on, keys and values are still those of the token that was rejected there.
+    speculating = [one for one in self._features.all if isinstance(one, SpeculationPlanner)]
+    return num_done(self, row) + any(row in getattr(one._guesses, "_lines", ()) for one in speculating)
 
 
 def more_is_proposed_than_a_request_may_say(_: Callable[..., int]) -> Callable[..., int]:
@@ -342,30 +314,24 @@ def more_is_proposed_than_a_request_may_say(_: Callable[..., int]) -> Callable[.
 # ---- the end of a request -----------------------------------------------------------------------
 
 
-def a_token_after_the_end_is_shown(complete: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Completions, done: StepDone) -> None:
-        ended, self._ended = self._ended, []
-        complete(self, done)
-        self._ended += ended
-
-    return mutant
+@replacement
+def a_token_after_the_end_is_shown(complete: Callable[..., None], self: Completions, done: StepDone) -> None:
+    ended, self._ended = self._ended, []
+    complete(self, done)
+    self._ended += ended
 
 
-def a_request_ends_twice(end: Callable[..., _Open]) -> Callable[..., _Open]:
-    def mutant(self: Ingress, request_id: int) -> _Open:
-        request = end(self, request_id)
-        if request_id % 5 == 0:
-            self._open[request_id] = request
-        return request
-
-    return mutant
+@replacement
+def a_request_ends_twice(end: Callable[..., _Open], self: Ingress, request_id: int) -> _Open:
+    request = end(self, request_id)
+    if request_id % 5 == 0:
+        self._open[request_id] = request
+    return request
 
 
-def a_cancel_is_lost(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Tokenizer, message: Abort) -> None:
-        self._texts.pop(message.request_id, None)
-
-    return mutant
+@replacement
+def a_cancel_is_lost(_: Method, self: Tokenizer, message: Abort) -> None:
+    self._texts.pop(message.request_id, None)
 
 
 def a_deadline_is_lost(_: Callable[..., None]) -> Callable[..., None]:
@@ -379,22 +345,18 @@ def the_cache_outlives_the_device(_: Callable[..., None]) -> Callable[..., None]
     return lambda self: None
 
 
-def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Planner, **how: bool) -> None:
-        running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
-        restart(self, **how)
-        for sequence in running:
-            self._prefills.forget(sequence)
-
-    return mutant
+@replacement
+def who_ran_is_lost_with_the_device(restart: Callable[..., None], self: Planner, **how: bool) -> None:
+    running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
+    restart(self, **how)
+    for sequence in running:
+        self._prefills.forget(sequence)
 
 
-def what_was_said_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Planner, **how: bool) -> None:
-        self.table.num_known[:] = self.table.num_prompt
-        restart(self, **how)
-
-    return mutant
+@replacement
+def what_was_said_is_lost_with_the_device(restart: Callable[..., None], self: Planner, **how: bool) -> None:
+    self.table.num_known[:] = self.table.num_prompt
+    restart(self, **how)
 
 
 def who_waits_is_lost_with_the_planner(take_over: Callable[..., list[Sequence]]) -> Callable[..., list[Sequence]]:
@@ -424,30 +386,26 @@ def a_slow_row_is_in_two_steps_at_once(_: Callable[..., None]) -> Callable[..., 
     return lambda self, step: None
 
 
-def a_late_row_is_never_woken(join: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: LateMasks, row: int) -> None:
-        self._out.discard(row)
-
-    return mutant
+@replacement
+def a_late_row_is_never_woken(join: Callable[..., None], self: LateMasks, row: int) -> None:
+    self._out.discard(row)
 
 
 def a_late_row_that_is_alone_sits_out(_: Callable[..., None]) -> Callable[..., None]:
     return lambda self: None
 
 
-def a_late_row_is_woken_twice(join: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: LateMasks, row: int) -> None:
-        join(self, row)
-        self._decodes.join(row)  # each of its tokens counts twice
-
-    return mutant
+@replacement
+def a_late_row_is_woken_twice(join: Callable[..., None], self: LateMasks, row: int) -> None:
+    join(self, row)
+    self._decodes.join(row)  # each of its tokens counts twice
 
 
-def a_late_row_is_woken_before_its_step_is_done(take: Callable[..., bool]) -> Callable[..., bool]:
-    def mutant(self: LateMasks, part: bytes, done: StepDone) -> bool:
-        return take(self, part, msgspec.structs.replace(done, step_id=done.step_id + 2))
-
-    return mutant
+@replacement
+def a_late_row_is_woken_before_its_step_is_done(
+    take: Callable[..., bool], self: LateMasks, part: bytes, done: StepDone
+) -> bool:
+    return take(self, part, msgspec.structs.replace(done, step_id=done.step_id + 2))
 
 
 def a_late_row_comes_back_after_its_end(left: Callable[..., None]) -> Callable[..., None]:
@@ -458,34 +416,28 @@ def late_rows_outlive_the_device(_: Callable[..., list[Sequence]]) -> Callable[.
     return lambda self: []
 
 
-def a_late_row_comes_back_with_its_turn(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: LateMasks, record: InFlight, seconds: float) -> None:
-        self._join_if_idle()
-
-    return mutant
+@replacement
+def a_late_row_comes_back_with_its_turn(_: Method, self: LateMasks, record: InFlight, seconds: float) -> None:
+    self._join_if_idle()
 
 
-def a_turn_never_ends(turn: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: RowTurns) -> None:
-        if not (self._out and len(self._decodes)):
-            turn(self)
-
-    return mutant
-
-
-def who_waited_least_has_the_next_turn(turn: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: RowTurns) -> None:
-        self._out = dict(reversed(self._out.items()))
+@replacement
+def a_turn_never_ends(turn: Callable[..., None], self: RowTurns) -> None:
+    if not (self._out and len(self._decodes)):
         turn(self)
 
-    return mutant
+
+@replacement
+def who_waited_least_has_the_next_turn(turn: Callable[..., None], self: RowTurns) -> None:
+    self._out = dict(reversed(self._out.items()))
+    turn(self)
 
 
-def a_tenant_with_few_rows_has_no_share(divided: Callable[..., dict[str, int]]) -> Callable[..., dict[str, int]]:
-    def mutant(most: int, wanted: dict[str, int]) -> dict[str, int]:
-        return {**divided(most, wanted), min(wanted, key=lambda one: (wanted[one], one)): 0}
-
-    return mutant
+@replacement
+def a_tenant_with_few_rows_has_no_share(
+    divided: Callable[..., dict[str, int]], most: int, wanted: dict[str, int]
+) -> dict[str, int]:
+    return {**divided(most, wanted), min(wanted, key=lambda one: (wanted[one], one)): 0}
 
 
 MUTANTS: dict[Mutant, tuple[Any, str]] = {

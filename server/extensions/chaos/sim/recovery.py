@@ -6,14 +6,12 @@ workers, their links and those around the owner are simulated, on a virtual cloc
 """
 
 import asyncio
-import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.features.recording.shrink import shrink
 from engine.messages import Stop
 from engine.types.errors import CallboardError, EngineDied
 from engine.types.notices import Message
@@ -22,7 +20,7 @@ from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.worker import Reports, WorkerLost
 from server.extensions.chaos.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
-from server.extensions.chaos.sim.loop import SimDeadlock, SimLivelock, SimLoop
+from server.extensions.chaos.sim.loop import SimLoop
 from server.extensions.chaos.sim.luck import luck
 from server.extensions.chaos.sim.traffic import KINDS, SimTraffic
 
@@ -208,26 +206,10 @@ class WorkerWorld:
 
     def run(self) -> None:
         """Carry out the plan.  Never raises what the engine did wrong."""
-        level = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)
-        asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(
             lambda _, context: self.fail(context.get("exception") or SimCrash(context["message"]))
         )
-        try:
-            self.loop.run_until_complete(self._play())
-        except (SimDeadlock, SimLivelock) as error:
-            self.fail(SimStuck(f"{type(error).__name__}: {error}"))
-        except Exception as error:
-            self.fail(error)
-        finally:
-            for task in asyncio.all_tasks(self.loop):
-                task.cancel()
-            self.loop.call_later(1.0, self.loop.stop)
-            self.loop.run_forever()
-            asyncio.set_event_loop(None)
-            self.loop.close()
-            logging.disable(level)
+        self.loop.play(self._play(), self.fail)
 
     # ---- what the group does ----------------------------------------------------------------
 
@@ -338,17 +320,3 @@ def play(plan: Plan) -> WorkerWorld:
     world = WorkerWorld(plan)
     world.run()
     return world
-
-
-def explain(world: WorkerWorld) -> str:
-    """Return the failure of a run, and the fewest faults with which it fails the same way."""
-    kept = shrink_plan(world.plan)
-    few = "\n".join(f"  {number}: {world.plan.faults[number]}" for number in kept)
-    return f"seed {world.plan.seed} ({world.plan.kind}) FAILED: {world.failure!r}\nstill so with faults {kept}:\n{few}"
-
-
-def shrink_plan(plan: Plan, limit_s: float = 20.0) -> list[int]:
-    """The fewest faults of a failing run with which it fails the same way."""
-    kind = type(play(plan).failure)
-    kept, _ = shrink(list(plan.faults), [0], lambda ops, _: type(play(plan.only(ops)).failure) is kind, limit_s)
-    return kept

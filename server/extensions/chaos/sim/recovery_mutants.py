@@ -14,23 +14,19 @@ from engine.workers.limits import RestartIntensity
 from engine.workers.messages import Handover
 from engine.workers.tokenizers import TokenizerPool
 from engine.workers.worker import WorkerLost
-from server.extensions.chaos.sim.mutants import Mutant
+from server.extensions.chaos.sim.mutants import Method, Mutant, replacement
 from server.extensions.chaos.sim.recovery import SimWorker
 
 
-def a_lost_worker_is_still_heard(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Generation[Any, Any]) -> None:
-        for life in self.lives:
-            life.takes_work = False
-
-    return mutant
+@replacement
+def a_lost_worker_is_still_heard(_: Method, self: _Generation[Any, Any]) -> None:
+    for life in self.lives:
+        life.takes_work = False
 
 
-def a_lost_worker_still_gets_work(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Generation[Any, Any]) -> None:
-        self.is_open = False
-
-    return mutant
+@replacement
+def a_lost_worker_still_gets_work(_: Method, self: _Generation[Any, Any]) -> None:
+    self.is_open = False
 
 
 def a_hang_is_not_noticed(_: Callable[..., None]) -> Callable[..., None]:
@@ -49,55 +45,49 @@ def a_loading_worker_is_watched_like_any(tick: Callable[..., str | None]) -> Cal
     return lambda self, patience=1: tick(self)
 
 
-def one_that_loads_too_long_is_waited_for(lost: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Generation[Any, Any], loss: WorkerLost) -> None:
-        if "did not load" not in str(loss):
-            lost(self, loss)
-
-    return mutant
-
-
-def the_first_that_loads_stands_for_all(heard: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Generation[Any, Any], life: WorkerRun[Any, Any], message: Any) -> None:
-        for one in self.lives:
-            one.ready = one.ready or life.ready
-        heard(self, life, message)
-
-    return mutant
+@replacement
+def one_that_loads_too_long_is_waited_for(
+    lost: Callable[..., None], self: _Generation[Any, Any], loss: WorkerLost
+) -> None:
+    if "did not load" not in str(loss):
+        lost(self, loss)
 
 
-def the_next_starts_before_the_last_is_gone(_: Callable[..., Any]) -> Callable[..., Any]:
-    async def mutant(self: SimWorker, *, is_stuck: bool) -> None:
-        self.world.killed(self)
-
-    return mutant
-
-
-def a_slot_is_filled_again_while_the_engine_ends(live: Callable[..., Any]) -> Callable[..., Any]:
-    async def mutant(self: WorkerGroup[Any, Any], slots: Any) -> Any:
-        generations = [slot.life for slot in slots]
-        losses = await live(self, slots)
-        lives = [slot.life for slot in slots if slot.life not in generations]
-        return losses or [loss for life in lives for loss in life._generation.losses]
-
-    return mutant
+@replacement
+def the_first_that_loads_stands_for_all(
+    heard: Callable[..., None], self: _Generation[Any, Any], life: WorkerRun[Any, Any], message: Any
+) -> None:
+    for one in self.lives:
+        one.ready = one.ready or life.ready
+    heard(self, life, message)
 
 
-def a_kill_is_cut_short(give_up: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: WorkerGroup[Any, Any]) -> None:
-        give_up(self)
-        for task in asyncio.all_tasks():
-            if task.get_name().endswith(".keep"):
-                task.cancel()
-
-    return mutant
+@replacement
+async def the_next_starts_before_the_last_is_gone(_: Method, self: SimWorker, *, is_stuck: bool) -> None:
+    self.world.killed(self)
 
 
-def workers_are_killed_at_the_end(_: Callable[..., Any]) -> Callable[..., Any]:
-    async def mutant(self: Any) -> None:
-        pass
+@replacement
+async def a_slot_is_filled_again_while_the_engine_ends(
+    live: Callable[..., Any], self: WorkerGroup[Any, Any], slots: Any
+) -> Any:
+    generations = [slot.life for slot in slots]
+    losses = await live(self, slots)
+    lives = [slot.life for slot in slots if slot.life not in generations]
+    return losses or [loss for life in lives for loss in life._generation.losses]
 
-    return mutant
+
+@replacement
+def a_kill_is_cut_short(give_up: Callable[..., None], self: WorkerGroup[Any, Any]) -> None:
+    give_up(self)
+    for task in asyncio.all_tasks():
+        if task.get_name().endswith(".keep"):
+            task.cancel()
+
+
+@replacement
+async def workers_are_killed_at_the_end(_: Method, self: Any) -> None:
+    pass
 
 
 def restarts_are_not_counted(_: Callable[..., bool]) -> Callable[..., bool]:
@@ -108,11 +98,9 @@ def every_restart_counts_twice(allows: Callable[..., bool]) -> Callable[..., boo
     return lambda self, now: allows(self, now) and allows(self, now)
 
 
-def the_scheduler_hears_of_a_loss_too_late(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _ExecutorGroup, slots: Any, loss: Any) -> None:
-        self._lost_at = 0.0
-
-    return mutant
+@replacement
+def the_scheduler_hears_of_a_loss_too_late(_: Method, self: _ExecutorGroup, slots: Any, loss: Any) -> None:
+    self._lost_at = 0.0
 
 
 def requests_wait_for_a_tokenizer_that_is_gone(_: Callable[..., None]) -> Callable[..., None]:
@@ -123,11 +111,9 @@ def a_lost_fronts_requests_go_on(_: Callable[..., None]) -> Callable[..., None]:
     return lambda self: self._open.clear()
 
 
-def the_next_front_counts_from_one(_: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: RemoteIngress) -> Any:
-        return Handover()
-
-    return mutant
+@replacement
+def the_next_front_counts_from_one(_: Method, self: RemoteIngress) -> Any:
+    return Handover()
 
 
 MUTANTS: dict[Mutant, tuple[Any, str]] = {

@@ -20,213 +20,175 @@ from engine.kv.pages import Pages
 from engine.scheduling.completions import Completions
 from engine.scheduling.rows import Rows
 from engine.scheduling.step_builder import InFlight, StepBuilder
-from server.extensions.chaos.sim.mutants import Mutant
+from server.extensions.chaos.sim.mutants import Method, Mutant, replacement
 
 
-def a_snapshot_is_taken_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
-    def mutant(self: StatesPlanner, rows: Rows) -> Rows:
-        late: Rows = rows[(self._table.num_computed[rows] - 1) % self._page_size == 0]
-        return late
-
-    return mutant
+@replacement
+def a_snapshot_is_taken_one_token_late(_: Method, self: StatesPlanner, rows: Rows) -> Rows:
+    late: Rows = rows[(self._table.num_computed[rows] - 1) % self._page_size == 0]
+    return late
 
 
-def a_state_is_published_before_its_step_completed(attach: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StatesPlanner, step: StepBuilder) -> None:
-        attach(self, step)
-        if step.prompts is not None:
-            for row, end in zip(step.prompts.rows.tolist(), self._ends(step.prompts.rows), strict=True):
-                self._completions._page_manager.publish(row, end)
-                self.published(row, end)
-
-    return mutant
-
-
-def a_later_state_is_published_in_place_of_the_last(left: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StatesPlanner, row: int) -> None:
-        state = self._rows[row]
-        state.copies[:-1], dropped = [], state.copies[:-1]
-        for _, slot in dropped:
-            self._slots.free(slot)
-        if state.handle.num_pages:
-            state.copies[:] = [(min(pages, state.handle.num_pages), slot) for pages, slot in state.copies]
-        left(self, row)
-
-    return mutant
+@replacement
+def a_state_is_published_before_its_step_completed(
+    attach: Callable[..., None], self: StatesPlanner, step: StepBuilder
+) -> None:
+    attach(self, step)
+    if step.prompts is not None:
+        for row, end in zip(step.prompts.rows.tolist(), self._ends(step.prompts.rows), strict=True):
+            self._completions._page_manager.publish(row, end)
+            self.published(row, end)
 
 
-def a_failed_state_is_published(fail: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Completions, row: int, error: Any) -> None:
-        self._page_manager.publish(row, self.num_done(row) + 1)
-        fail(self, row, error)
+@replacement
+def a_later_state_is_published_in_place_of_the_last(left: Callable[..., None], self: StatesPlanner, row: int) -> None:
+    state = self._rows[row]
+    state.copies[:-1], dropped = [], state.copies[:-1]
+    for _, slot in dropped:
+        self._slots.free(slot)
+    if state.handle.num_pages:
+        state.copies[:] = [(min(pages, state.handle.num_pages), slot) for pages, slot in state.copies]
+    left(self, row)
 
-    return mutant
+
+@replacement
+def a_failed_state_is_published(fail: Callable[..., None], self: Completions, row: int, error: Any) -> None:
+    self._page_manager.publish(row, self.num_done(row) + 1)
+    fail(self, row, error)
 
 
-def a_fork_aliases(started: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def a_fork_aliases(started: Callable[..., None], self: StatesPlanner, sequence: Any) -> None:
     """The second row that starts from a snapshot in a step is believed to use the first one's copy."""
-
-    def mutant(self: StatesPlanner, sequence: Any) -> None:
-        started(self, sequence)
-        copies = self._slots.copies
-        if len(copies) > 1 and copies[-1][0] in {slot for slot, _ in copies[:-1]}:
-            copies.pop()
-
-    return mutant
+    started(self, sequence)
+    copies = self._slots.copies
+    if len(copies) > 1 and copies[-1][0] in {slot for slot, _ in copies[:-1]}:
+        copies.pop()
 
 
-def pages_are_left_without_a_state(split: Callable[..., Node]) -> Callable[..., Node]:
+@replacement
+def pages_are_left_without_a_state(split: Callable[..., Node], self: StateTree, node: Node, num_pages: int) -> Node:
     """An evicted tail leaves its snapshot to the rest of its node."""
-
-    def mutant(self: StateTree, node: Node, num_pages: int) -> Node:
-        above = split(self, node, num_pages)
-        if (slot := self._snapshots.pop(node, None)) is not None:
-            self._snapshots[above] = slot
-        return above
-
-    return mutant
+    above = split(self, node, num_pages)
+    if (slot := self._snapshots.pop(node, None)) is not None:
+        self._snapshots[above] = slot
+    return above
 
 
-def pages_without_a_state_are_matched(_: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def pages_without_a_state_are_matched(_: Method, self: StateTree, match: Match) -> None:
     """The deepest snapshot counts for all pages behind it."""
-
-    def mutant(self: StateTree, match: Match) -> None:
-        pass
-
-    return mutant
+    pass
 
 
-def a_state_is_left_without_pages(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StateTree, node: Node) -> None:
-        super(StateTree, self)._detach(node)
-
-    return mutant
+@replacement
+def a_state_is_left_without_pages(_: Method, self: StateTree, node: Node) -> None:
+    super(StateTree, self)._detach(node)
 
 
-def pages_come_back_without_a_state(_: Callable[..., int]) -> Callable[..., int]:
-    def mutant(self: StateTree, handle: Handle, key: bytes, pages: Pages) -> int:
-        restored: int = super(StateTree, self).restore(handle, key, pages)  # type: ignore[misc]
-        return restored
-
-    return mutant
+@replacement
+def pages_come_back_without_a_state(_: Method, self: StateTree, handle: Handle, key: bytes, pages: Pages) -> int:
+    restored: int = super(StateTree, self).restore(handle, key, pages)  # type: ignore[misc]
+    return restored
 
 
 def a_state_on_the_host_is_joined_away(_: Callable[..., bool]) -> Callable[..., bool]:
     return lambda self, node: True
 
 
-def an_evicted_state_is_still_matched(lose: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StateTree, node: Node) -> None:
-        slot = self._snapshots.get(node)
-        lose(self, node)
-        if slot is not None and node.locks:
-            self._snapshots[node] = slot
-
-    return mutant
+@replacement
+def an_evicted_state_is_still_matched(lose: Callable[..., None], self: StateTree, node: Node) -> None:
+    slot = self._snapshots.get(node)
+    lose(self, node)
+    if slot is not None and node.locks:
+        self._snapshots[node] = slot
 
 
-def a_slot_is_freed_while_a_copy_in_flight_reads_it(attach: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def a_slot_is_freed_while_a_copy_in_flight_reads_it(
+    attach: Callable[..., None], self: StatesPlanner, step: StepBuilder
+) -> None:
     """The copies before a step are made a step later, when the slot may have another state."""
-
-    def mutant(self: StatesPlanner, step: StepBuilder) -> None:
-        late, self._slots.copies = self._slots.copies, getattr(self, "late", [])
-        attach(self, step)
-        self.late = late  # type: ignore[attr-defined]
-
-    return mutant
+    late, self._slots.copies = self._slots.copies, getattr(self, "late", [])
+    attach(self, step)
+    self.late = late  # type: ignore[attr-defined]
 
 
-def a_slot_has_two_owners(published: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StatesPlanner, row: int, num_tokens: int) -> None:
-        copies = self._rows[row].copies
-        before = [*copies]
-        published(self, row, num_tokens)
-        copies[:0] = before[: len(before) - len(copies)][:1]
-
-    return mutant
+@replacement
+def a_slot_has_two_owners(published: Callable[..., None], self: StatesPlanner, row: int, num_tokens: int) -> None:
+    copies = self._rows[row].copies
+    before = [*copies]
+    published(self, row, num_tokens)
+    copies[:0] = before[: len(before) - len(copies)][:1]
 
 
-def a_slot_leaks_with_its_row(left: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StatesPlanner, row: int) -> None:
-        self._rows[row].copies[1:] = []
-        left(self, row)
-
-    return mutant
+@replacement
+def a_slot_leaks_with_its_row(left: Callable[..., None], self: StatesPlanner, row: int) -> None:
+    self._rows[row].copies[1:] = []
+    left(self, row)
 
 
-def a_snapshot_stays_on_a_node_that_grows(_: Callable[..., bool]) -> Callable[..., bool]:
-    def mutant(self: StateTree, node: Node, handle: Handle) -> bool:
-        return super(StateTree, self)._may_grow(node, handle)
-
-    return mutant
+@replacement
+def a_snapshot_stays_on_a_node_that_grows(_: Method, self: StateTree, node: Node, handle: Handle) -> bool:
+    return super(StateTree, self)._may_grow(node, handle)
 
 
-def a_snapshot_is_off_by_a_page(keep: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StateTree, handle: Handle, num_pages: int, slot: int) -> None:
-        keep(self, handle, num_pages - (num_pages > 1), slot)
+@replacement
+def a_snapshot_is_off_by_a_page(
+    keep: Callable[..., None], self: StateTree, handle: Handle, num_pages: int, slot: int
+) -> None:
+    keep(self, handle, num_pages - (num_pages > 1), slot)
 
-    return mutant
 
-
-def a_rejected_token_stays_in_the_state(completed: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def a_rejected_token_stays_in_the_state(
+    completed: Callable[..., None], self: StatesPlanner, record: InFlight, seconds: float
+) -> None:
     """Every step counts as one whose tokens were all right."""
-
-    def mutant(self: StatesPlanner, record: InFlight, seconds: float) -> None:
-        for row, aside in self._aside.items():
-            self._aside[row] = aside._replace(end=self._completions.num_done(row))
-        completed(self, record, seconds)
-
-    return mutant
+    for row, aside in self._aside.items():
+        self._aside[row] = aside._replace(end=self._completions.num_done(row))
+    completed(self, record, seconds)
 
 
-def a_state_is_set_aside_behind_its_step(attach: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StatesPlanner, step: StepBuilder) -> None:
-        attach(self, step)
-        if NAME in step.parts:
-            copies = msgspec.msgpack.decode(step.parts[NAME], type=StateCopies)
-            before, after = (np.frombuffer(one, np.int32).reshape(2, -1) for one in (copies.before, copies.after))
-            of_rows = before[0] < self._table.running.shape[0]
-            moved = np.concatenate((after, before[:, of_rows]), 1)
-            step.parts |= StateCopies(before=before[:, ~of_rows].tobytes(), after=moved.tobytes()).part()
-
-    return mutant
+@replacement
+def a_state_is_set_aside_behind_its_step(attach: Callable[..., None], self: StatesPlanner, step: StepBuilder) -> None:
+    attach(self, step)
+    if NAME in step.parts:
+        copies = msgspec.msgpack.decode(step.parts[NAME], type=StateCopies)
+        before, after = (np.frombuffer(one, np.int32).reshape(2, -1) for one in (copies.before, copies.after))
+        of_rows = before[0] < self._table.running.shape[0]
+        moved = np.concatenate((after, before[:, of_rows]), 1)
+        step.parts |= StateCopies(before=before[:, ~of_rows].tobytes(), after=moved.tobytes()).part()
 
 
-def a_copy_is_dropped(copies_of: Callable[..., Iterable[Copy]]) -> Callable[..., Iterable[Copy]]:
-    def mutant(self: StatesPlanner, row: int, num_tokens: int) -> Iterable[Copy]:
-        copies = copies_of(self, row, num_tokens)
-        return copies if num_tokens % 5 else ()
+@replacement
+def a_copy_is_dropped(
+    copies_of: Callable[..., Iterable[Copy]], self: StatesPlanner, row: int, num_tokens: int
+) -> Iterable[Copy]:
+    copies = copies_of(self, row, num_tokens)
+    return copies if num_tokens % 5 else ()
 
-    return mutant
 
-
-def snapshots_outlive_the_device(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StateTree) -> None:
-        super(StateTree, self)._clear()
-
-    return mutant
+@replacement
+def snapshots_outlive_the_device(_: Method, self: StateTree) -> None:
+    super(StateTree, self)._clear()
 
 
 def states_of_rows_outlive_the_device(_: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: []
 
 
-def a_state_is_stored_behind_other_pages(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: StorePlanner, node: Node, slot: int) -> None:
-        self._state_saves.append((node.page_hashes[0], slot))
-
-    return mutant
+@replacement
+def a_state_is_stored_behind_other_pages(_: Method, self: StorePlanner, node: Node, slot: int) -> None:
+    self._state_saves.append((node.page_hashes[0], slot))
 
 
-def pages_come_from_a_store_without_their_state(_: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def pages_come_from_a_store_without_their_state(_: Method, self: StateTree, handle: Handle, number: int) -> None:
     """Pages count that have no state, and the row goes on from what its slot has."""
-
-    def mutant(self: StateTree, handle: Handle, number: int) -> None:
-        slot = self.take_slot()
-        assert slot is not None
-        self.keep(handle, handle.num_pages, slot)
-
-    return mutant
+    slot = self.take_slot()
+    assert slot is not None
+    self.keep(handle, handle.num_pages, slot)
 
 
 def a_slot_that_is_free_is_freed_no_more(_: Callable[..., None]) -> Callable[..., None]:

@@ -45,7 +45,6 @@ class SimStore:
             self._kept[name] = kept
 
     def discard(self, name: bytes) -> None:
-        """Forget a page."""
         self._kept.pop(name, None)
 
     def close(self) -> None:

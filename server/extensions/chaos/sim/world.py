@@ -6,7 +6,6 @@ them, the executor, the codec's alphabet and the clients are simulated.
 """
 
 import asyncio
-import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from server.extensions.chaos.sim.assembly import assemble
 from server.extensions.chaos.sim.checks import Checks
 from server.extensions.chaos.sim.client import SimClient
 from server.extensions.chaos.sim.failures import SimCrash, SimFailure, SimIncorrect, SimStuck
-from server.extensions.chaos.sim.loop import SimDeadlock, SimLivelock, SimLoop
+from server.extensions.chaos.sim.loop import SimLoop
 from server.extensions.chaos.sim.luck import luck
 from server.extensions.chaos.sim.oracle import VOCAB
 from server.extensions.chaos.sim.quiet import check_books, check_quiet
@@ -200,17 +199,7 @@ class World:
 
     def run(self) -> RunOutcome:
         """Carry out the scenario.  Never raises what the engine did wrong; the outcome says it."""
-        level = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)  # crashes are meant here
-        try:
-            self.loop.run_until_complete(self._play())
-        except (SimDeadlock, SimLivelock) as error:
-            self._fail(SimStuck(f"{type(error).__name__}: {error}"))
-        except Exception as error:  # the simulation's own mistakes too are reported with their seed
-            self._fail(error)
-        finally:
-            self._close()
-            logging.disable(level)
+        self.loop.play(self._play(), self._fail)
         digest = 0
         for link in self.engine.links.values():
             digest = zlib.crc32(link.digest.to_bytes(4, "little"), digest)
@@ -229,18 +218,6 @@ class World:
     def failure(self) -> Exception | None:
         """Return an error with its traceback."""
         return self._failure
-
-    def _close(self) -> None:
-        """Leave nothing behind that Python would warn about."""
-        for _ in range(10):
-            tasks = sorted(asyncio.all_tasks(self.loop), key=lambda task: task.get_name())
-            if not tasks:
-                break
-            for task in tasks:
-                task.cancel()
-            self.loop.call_later(1.0, self.loop.stop)
-            self.loop.run_forever()
-        self.loop.close()
 
     def _note_head(self) -> None:
         setup = self.setup

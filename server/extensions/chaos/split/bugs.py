@@ -3,7 +3,6 @@
 Owns: the bugs.  Does not know: how they are found.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -29,41 +28,33 @@ from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.scheduling.rows import Sequence
-from server.extensions.chaos.sim.mutants import Mutant
-
-Method = Callable[..., Any]
+from server.extensions.chaos.sim.mutants import Method, Mutant, replacement
 
 # ---- the side that wants pages ------------------------------------------------------------------
 
 
-def pages_are_acknowledged_before_they_have_come(granted: Method) -> Method:
-    def mutant(self: Borrower, grant: Grant) -> None:
-        granted(self, grant)
-        if (transfer := self._named.get(grant.name)) is not None:
-            self._desk.send(transfer.lender, Acknowledge(name=grant.name), b"")
-
-    return mutant
+@replacement
+def pages_are_acknowledged_before_they_have_come(granted: Method, self: Borrower, grant: Grant) -> None:
+    granted(self, grant)
+    if (transfer := self._named.get(grant.name)) is not None:
+        self._desk.send(transfer.lender, Acknowledge(name=grant.name), b"")
 
 
-def nothing_is_acknowledged(arrived: Method) -> Method:
-    def mutant(self: Borrower, transfer: BorrowedPages) -> None:
-        lender, transfer.lender = transfer.lender, "p0.9"
-        arrived(self, transfer)
-        transfer.lender = lender
-
-    return mutant
+@replacement
+def nothing_is_acknowledged(arrived: Method, self: Borrower, transfer: BorrowedPages) -> None:
+    lender, transfer.lender = transfer.lender, "p0.9"
+    arrived(self, transfer)
+    transfer.lender = lender
 
 
-def the_last_group_counts_as_all(brought: Method) -> Method:
-    def mutant(self: Borrower, group: PageGroup, payload: bytes) -> None:
-        transfer = self._named.get(group.name)
-        brought(self, group, payload)
-        if transfer is not None and group.group == transfer.num_groups - 1 and transfer.state is Borrowing.FETCHING:
-            for number in range(transfer.num_groups):
-                transfer.groups.setdefault(number, payload + bytes(self._size_of(transfer, 0)))
-            self._arrived(transfer)
-
-    return mutant
+@replacement
+def the_last_group_counts_as_all(brought: Method, self: Borrower, group: PageGroup, payload: bytes) -> None:
+    transfer = self._named.get(group.name)
+    brought(self, group, payload)
+    if transfer is not None and group.group == transfer.num_groups - 1 and transfer.state is Borrowing.FETCHING:
+        for number in range(transfer.num_groups):
+            transfer.groups.setdefault(number, payload + bytes(self._size_of(transfer, 0)))
+        self._arrived(transfer)
 
 
 def a_damaged_group_is_kept(_: Method) -> Method:
@@ -79,41 +70,37 @@ class _Anything:
     __hash__ = None  # type: ignore[assignment]
 
 
-def groups_are_kept_in_the_order_of_their_arrival(brought: Method) -> Method:
-    def mutant(self: Borrower, group: PageGroup, payload: bytes) -> None:
-        transfer = self._named.get(group.name)
-        known = set() if transfer is None else set(transfer.groups)
-        brought(self, group, payload)
-        if transfer is not None and len(transfer.groups) == len(known) + 1:
-            (new,) = transfer.groups.keys() - known
-            if len(payload) == self._size_of(transfer, 0):
-                transfer.groups[len(known)] = transfer.groups.pop(new)
+@replacement
+def groups_are_kept_in_the_order_of_their_arrival(
+    brought: Method, self: Borrower, group: PageGroup, payload: bytes
+) -> None:
+    transfer = self._named.get(group.name)
+    known = set() if transfer is None else set(transfer.groups)
+    brought(self, group, payload)
+    if transfer is not None and len(transfer.groups) == len(known) + 1:
+        (new,) = transfer.groups.keys() - known
+        if len(payload) == self._size_of(transfer, 0):
+            transfer.groups[len(known)] = transfer.groups.pop(new)
 
-    return mutant
 
-
-def gaps_count_as_pages(end: Method) -> Method:
-    def mutant(self: Borrower, transfer: BorrowedPages) -> None:
-        transfer.groups = dict(enumerate(transfer.groups.values()))
-        end(self, transfer)
-
-    return mutant
+@replacement
+def gaps_count_as_pages(end: Method, self: Borrower, transfer: BorrowedPages) -> None:
+    transfer.groups = dict(enumerate(transfer.groups.values()))
+    end(self, transfer)
 
 
 def a_transfer_has_no_end(lapse: Method) -> Method:
     return lambda self, transfer: None
 
 
-def what_is_lost_is_not_wanted_again(_: Method) -> Method:
-    def mutant(self: Borrower, transfer: BorrowedPages) -> None:
-        if transfer.state is Borrowing.CLAIMED and not transfer.groups and transfer.number not in _asked(self):
-            _asked(self).add(transfer.number)
-            self._desk.send(transfer.lender, transfer.claim, b"")
-        elif transfer.state is Borrowing.FETCHING and -transfer.number - 1 not in _asked(self):
-            _asked(self).add(-transfer.number - 1)
-            self._fetch(transfer, self._missing(transfer)[:1])
-
-    return mutant
+@replacement
+def what_is_lost_is_not_wanted_again(_: Method, self: Borrower, transfer: BorrowedPages) -> None:
+    if transfer.state is Borrowing.CLAIMED and not transfer.groups and transfer.number not in _asked(self):
+        _asked(self).add(transfer.number)
+        self._desk.send(transfer.lender, transfer.claim, b"")
+    elif transfer.state is Borrowing.FETCHING and -transfer.number - 1 not in _asked(self):
+        _asked(self).add(-transfer.number - 1)
+        self._fetch(transfer, self._missing(transfer)[:1])
 
 
 def _asked(self: Any) -> set[int]:
@@ -121,13 +108,11 @@ def _asked(self: Any) -> set[int]:
     return found
 
 
-def a_transfer_is_reported_twice(denied: Method) -> Method:
-    def mutant(self: Borrower, deny: Any) -> None:
-        denied(self, deny)
-        if (transfer := self._named.get(deny.name)) is not None:
-            self._desk.report(Borrowed(number=transfer.number, num_pages=0))
-
-    return mutant
+@replacement
+def a_transfer_is_reported_twice(denied: Method, self: Borrower, deny: Any) -> None:
+    denied(self, deny)
+    if (transfer := self._named.get(deny.name)) is not None:
+        self._desk.report(Borrowed(number=transfer.number, num_pages=0))
 
 
 def a_cancelled_transfer_keeps_its_pages(cancel: Method) -> Method:
@@ -138,13 +123,11 @@ def the_wrong_pages_land(land: Method) -> Method:
     return lambda self, number, first, count: land(self, number, 0, count)
 
 
-def bytes_of_a_transfer_are_counted_for_ever(drop: Method) -> Method:
-    def mutant(self: Borrower, transfer: BorrowedPages) -> None:
-        before = self.num_bytes
-        drop(self, transfer)
-        self.num_bytes = before
-
-    return mutant
+@replacement
+def bytes_of_a_transfer_are_counted_for_ever(drop: Method, self: Borrower, transfer: BorrowedPages) -> None:
+    before = self.num_bytes
+    drop(self, transfer)
+    self.num_bytes = before
 
 
 # ---- the side that has them ---------------------------------------------------------------------
@@ -158,41 +141,33 @@ def an_offer_never_ends(keep: Method) -> Method:
     return lambda self, order: None
 
 
-def a_loan_is_returned_twice(returned: Method) -> Method:
-    def mutant(self: Lender, message: Acknowledge | ReleasePages) -> None:
-        known = message.name in self._loans
-        returned(self, message)
-        if known and message.name not in self._loans:
-            self._desk.report(Returned(name=message.name))
-
-    return mutant
+@replacement
+def a_loan_is_returned_twice(returned: Method, self: Lender, message: Acknowledge | ReleasePages) -> None:
+    known = message.name in self._loans
+    returned(self, message)
+    if known and message.name not in self._loans:
+        self._desk.report(Returned(name=message.name))
 
 
-def a_loan_is_returned_while_it_is_read(settle: Method) -> Method:
-    def mutant(self: Lender, name: bytes, loan: Loan) -> None:
-        if loan.state is Lending.RETURNING and loan.num_reads:
-            self._desk.report(Returned(name=name))
-        settle(self, name, loan)
-
-    return mutant
+@replacement
+def a_loan_is_returned_while_it_is_read(settle: Method, self: Lender, name: bytes, loan: Loan) -> None:
+    if loan.state is Lending.RETURNING and loan.num_reads:
+        self._desk.report(Returned(name=name))
+    settle(self, name, loan)
 
 
-def a_claim_that_comes_again_is_another_one(claimed: Method) -> Method:
-    def mutant(self: Lender, claim: Claim) -> None:
-        if (loan := self._loans.get(claim.name)) is not None and loan.state is Lending.ASKED:
-            self._desk.report(Claimed(claim=claim))
-        else:
-            claimed(self, claim)
-
-    return mutant
-
-
-def a_claim_is_taken_after_its_end(claimed: Method) -> Method:
-    def mutant(self: Lender, claim: Claim) -> None:
-        self._over.pop(claim.name, None)
+@replacement
+def a_claim_that_comes_again_is_another_one(claimed: Method, self: Lender, claim: Claim) -> None:
+    if (loan := self._loans.get(claim.name)) is not None and loan.state is Lending.ASKED:
+        self._desk.report(Claimed(claim=claim))
+    else:
         claimed(self, claim)
 
-    return mutant
+
+@replacement
+def a_claim_is_taken_after_its_end(claimed: Method, self: Lender, claim: Claim) -> None:
+    self._over.pop(claim.name, None)
+    claimed(self, claim)
 
 
 def the_first_group_is_sent_for_all(fetched: Method) -> Method:
@@ -202,72 +177,58 @@ def the_first_group_is_sent_for_all(fetched: Method) -> Method:
 # ---- the planner --------------------------------------------------------------------------------
 
 
-def one_rank_returns_a_loan_for_all(returned: Method) -> Method:
-    def mutant(self: HandoverPlanner, name: bytes) -> None:
-        if (loan := self._loans.get(name)) is not None:
-            loan.num_unreturned = 1
-        returned(self, name)
-
-    return mutant
+@replacement
+def one_rank_returns_a_loan_for_all(returned: Method, self: HandoverPlanner, name: bytes) -> None:
+    if (loan := self._loans.get(name)) is not None:
+        loan.num_unreturned = 1
+    returned(self, name)
 
 
-def one_rank_speaks_for_all(borrowed: Method) -> Method:
-    def mutant(self: HandoverPlanner, number: int, num_pages: int) -> None:
-        if (loaned := self._waiting.get(number)) is not None:
-            loaned.num_unanswered = 1
-        borrowed(self, number, num_pages)
-
-    return mutant
+@replacement
+def one_rank_speaks_for_all(borrowed: Method, self: HandoverPlanner, number: int, num_pages: int) -> None:
+    if (loaned := self._waiting.get(number)) is not None:
+        loaned.num_unanswered = 1
+    borrowed(self, number, num_pages)
 
 
-def the_most_pages_of_a_rank_count(borrowed: Method) -> Method:
-    def mutant(self: HandoverPlanner, number: int, num_pages: int) -> None:
-        loaned = self._waiting.get(number)
-        before = None if loaned is None or loaned.num_unanswered == self._parts.limits.num_ranks else loaned.num_pages
-        borrowed(self, number, num_pages)
-        if loaned is not None and before is not None:
-            loaned.num_pages = max(before, num_pages)
-
-    return mutant
+@replacement
+def the_most_pages_of_a_rank_count(borrowed: Method, self: HandoverPlanner, number: int, num_pages: int) -> None:
+    loaned = self._waiting.get(number)
+    before = None if loaned is None or loaned.num_unanswered == self._parts.limits.num_ranks else loaned.num_pages
+    borrowed(self, number, num_pages)
+    if loaned is not None and before is not None:
+        loaned.num_pages = max(before, num_pages)
 
 
-def loans_outlive_their_executors(reset: Method) -> Method:
-    def mutant(self: HandoverPlanner) -> list[Sequence]:
-        loans, num_kept = dict(self._loans), self._pages.num_kept
-        sequences: list[Sequence] = reset(self)
-        self._loans.update(loans)
-        self._pages.num_kept = num_kept if loans else self._pages.num_kept
-        return sequences
-
-    return mutant
+@replacement
+def loans_outlive_their_executors(reset: Method, self: HandoverPlanner) -> list[Sequence]:
+    loans, num_kept = dict(self._loans), self._pages.num_kept
+    sequences: list[Sequence] = reset(self)
+    self._loans.update(loans)
+    self._pages.num_kept = num_kept if loans else self._pages.num_kept
+    return sequences
 
 
-def sequences_that_wait_are_lost_with_the_executors(reset: Method) -> Method:
-    def mutant(self: HandoverPlanner) -> list[Sequence]:
-        reset(self)
-        return []
-
-    return mutant
+@replacement
+def sequences_that_wait_are_lost_with_the_executors(reset: Method, self: HandoverPlanner) -> list[Sequence]:
+    reset(self)
+    return []
 
 
-def an_offer_stays_locked_when_it_is_claimed(drop: Method) -> Method:
-    def mutant(self: HandoverPlanner, claim: Claim) -> None:
-        handle = self._offers.get(claim.offer)
-        if handle is not None:
-            self._offers[claim.offer] = self._keep(self._tree.match(claim.tokens, Namespace(claim.cache_salt)))
-        drop(self, claim)
-
-    return mutant
+@replacement
+def an_offer_stays_locked_when_it_is_claimed(drop: Method, self: HandoverPlanner, claim: Claim) -> None:
+    handle = self._offers.get(claim.offer)
+    if handle is not None:
+        self._offers[claim.offer] = self._keep(self._tree.match(claim.tokens, Namespace(claim.cache_salt)))
+    drop(self, claim)
 
 
-def a_sequence_that_leaves_keeps_its_transfer(forget: Method) -> Method:
-    def mutant(self: HandoverPlanner, sequence: Sequence) -> bool:
-        num_before = len(self._requested)
-        held: bool = forget(self, sequence)
-        del self._requested[num_before:]
-        return held
-
-    return mutant
+@replacement
+def a_sequence_that_leaves_keeps_its_transfer(forget: Method, self: HandoverPlanner, sequence: Sequence) -> bool:
+    num_before = len(self._requested)
+    held: bool = forget(self, sequence)
+    del self._requested[num_before:]
+    return held
 
 
 def any_number_of_pages_is_lent(_: Method) -> Method:
@@ -278,46 +239,40 @@ def a_row_begins_without_room_beside_loans(_: Method) -> Method:
     return lambda self, sequence: True
 
 
-def one_page_too_many_is_adopted(adopt: Method) -> Method:
-    def mutant(self: HandoverPlanner, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
-        if (loaned := self._answered.get(sequence.request_id)) is not None and loaned.num_pages:
-            loaned.num_pages = min(loaned.num_pages + 1, len(key) // self._tree.page_bytes - loaned.first_page)
-        adopt(self, sequence, handle, key, pages)
+@replacement
+def one_page_too_many_is_adopted(
+    adopt: Method, self: HandoverPlanner, sequence: Sequence, handle: Handle, key: bytes, pages: Pages
+) -> None:
+    if (loaned := self._answered.get(sequence.request_id)) is not None and loaned.num_pages:
+        loaned.num_pages = min(loaned.num_pages + 1, len(key) // self._tree.page_bytes - loaned.first_page)
+    adopt(self, sequence, handle, key, pages)
 
-    return mutant
 
-
-def pages_of_another_prompt_are_lent(match: Method) -> Method:
-    def mutant(self: HandoverPlanner, claim: Claim) -> None:
-        others = [loan.handle for loan in self._loans.values()]
-        match(self, claim)
-        loan = self._loans.get(claim.name)
-        if others and loan is not None and others[0].node is not None:
-            pages = self._tree.pages(others[0])[: loan.handle.num_pages]
-            self._requested[-1] = order_message(0, Lend(name=claim.name, pages=pages.tobytes()))
-
-    return mutant
+@replacement
+def pages_of_another_prompt_are_lent(match: Method, self: HandoverPlanner, claim: Claim) -> None:
+    others = [loan.handle for loan in self._loans.values()]
+    match(self, claim)
+    loan = self._loans.get(claim.name)
+    if others and loan is not None and others[0].node is not None:
+        pages = self._tree.pages(others[0])[: loan.handle.num_pages]
+        self._requested[-1] = order_message(0, Lend(name=claim.name, pages=pages.tobytes()))
 
 
 # ---- states -------------------------------------------------------------------------------------
 
 
-def pages_count_without_their_state(end: Method) -> Method:
-    def mutant(self: Borrower, transfer: BorrowedPages) -> None:
-        if self._desk.state_bytes and transfer.groups:
-            for group in range(transfer.num_groups):
-                transfer.groups.setdefault(group, bytes(self._size_of(transfer, group)))
-        end(self, transfer)
-
-    return mutant
+@replacement
+def pages_count_without_their_state(end: Method, self: Borrower, transfer: BorrowedPages) -> None:
+    if self._desk.state_bytes and transfer.groups:
+        for group in range(transfer.num_groups):
+            transfer.groups.setdefault(group, bytes(self._size_of(transfer, group)))
+    end(self, transfer)
 
 
-def the_state_of_another_slot_is_lent(match: Method) -> Method:
-    def mutant(self: StateTree, handle: Handle) -> int:
-        others = [slot for slot in self._snapshots.values() if slot != match(self, handle)]
-        return others[0] if others and handle.node in self._lent else match(self, handle)
-
-    return mutant
+@replacement
+def the_state_of_another_slot_is_lent(match: Method, self: StateTree, handle: Handle) -> int:
+    others = [slot for slot in self._snapshots.values() if slot != match(self, handle)]
+    return others[0] if others and handle.node in self._lent else match(self, handle)
 
 
 MUTANTS: dict[Mutant, tuple[Any, str]] = {

@@ -17,7 +17,6 @@ class DueCall:
         self.call: Callable[[], None] | None = call
 
     def cancel(self) -> None:
-        """Forget the call."""
         self.call = None
 
 

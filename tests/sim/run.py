@@ -8,20 +8,17 @@ A run counts if scarce things happened in it; see ``RunOutcome.counts``.
 """
 
 import argparse
-import contextlib
 import gc
 import os
-import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, Thread
-from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -30,61 +27,13 @@ from rich.table import Table
 
 from engine.features.recording.shrink import shrink
 from server.extensions.chaos.sim.dice import draw
-from server.extensions.chaos.sim.failures import SimStuck
+from server.extensions.chaos.sim.loop import cpu_limit
+from server.extensions.chaos.sim.marks import MARKS
 from server.extensions.chaos.sim.scenario import describe
 from server.extensions.chaos.sim.world import RunOutcome, World
 
 REPOSITORY = Path(__file__).parents[2]
-CPU_LIMIT_S = 30.0
 SHRINK_ORDERS = [0, 1, 2]
-
-# Over a sweep each of these must have happened: a simulation in which nothing scarce happens proves nothing.
-MARKS = (
-    "abort before admission",
-    "abort in flight",
-    "abort of an ended request",
-    "abort while queued",
-    "adapter replaced",
-    "clock jump",
-    "crash",
-    "drain",
-    "duplicates rewritten",
-    "eviction",
-    "executors broken",
-    "executors lost",
-    "executors replaced",
-    "failed context_length_exceeded",
-    "failed engine_died",
-    "failed executors_lost",
-    "failed nonfinite_logits",
-    "failed request_timeout",
-    "failed shutting_down",
-    "hang",
-    "loss explained",
-    "NaN",
-    "pages back from host",
-    "pages from the store",
-    "pages to host",
-    "pause",
-    "prefix hit",
-    "proposals accepted",
-    "proposals rejected",
-    "refused 400",
-    "refused 429",
-    "refused 503",
-    "resumed with a prefix hit",
-    "resumed without a hit",
-    "retraction",
-    "second stop",
-    "stood aside to share",
-    "stop string",
-    "stop token",
-    "the store failed",
-    "token after the end dropped",
-    "tokens drafted",
-    "masks late",
-    "rows take turns",
-)
 
 
 def play_seed(
@@ -136,22 +85,6 @@ def explain(failures: Sequence[RunOutcome], limit_s: float = 60.0) -> str:
         f"replay: {replay_line(first.seed)}\n"
         f"shrunk to {len(ops)} of {len(draw(first.seed).ops)} operations: {replay_line(first.seed, order, ops)}"
     )
-
-
-@contextlib.contextmanager
-def cpu_limit() -> Iterator[None]:
-    """The engine's own loops must end too; virtual time would never notice."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise SimStuck(f"some code did not return for {CPU_LIMIT_S:g} s of processor time")
-
-    before = signal.signal(signal.SIGPROF, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.signal(signal.SIGPROF, before)
 
 
 # ---- many seeds ---------------------------------------------------------------------------------
