@@ -58,7 +58,8 @@ by `python -m tests.models.test_families`.
   [performance.md](performance.md#recurrent-layers) has the speed of these layers.
 - OLMo hybrid and Kimi-Linear are read in the published layout. transformers saves the convolutions of OLMo hybrid, and
   the MLPs of Kimi-Linear, under other names or sizes: such a file is refused, with the first tensor that is missing.
-  MiniMax-Text-01 and M1 are read in their first layout and in that of `-hf`; `rotary_dim` is how much of a head rotates.
+  MiniMax-Text-01 and M1 are read in their first layout and in that of `-hf`; `rotary_dim` is the part of a head that
+  rotates.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
   whole on every rank. Prompts are computed on latents as well. Layers for multi-token prediction are read with
   [`plugins.proposer = "mtp"`](scheduling.md#multi-token-prediction) alone. In DeepSeek V3.2 and GLM-5 a query sees the
@@ -181,10 +182,10 @@ A decoder of none of these families is built from its class in transformers, who
 callboard replaces: pages, prefix cache, chunked prompts, quantised weights, kernels and the scheduler are the same,
 and the log says `served through transformers`. A family of its own is faster, as
 `benchmarks/bench_through_transformers.py` measures. `plugins.models = ["transformers"]` serves the families above like
-this, too.
+this.
 
-Whether a class can be served is found out by running it without weights, once for each `config.json`: it must call transformers'
-attention interface once for each layer, with masks that are causal or have one sliding window, and with keys and
+Whether a class can be served is found out by running it without weights, once for each `config.json`: it must call
+transformers' attention interface once for each layer, with masks that are causal or have one sliding window, and with keys and
 values of the step's own tokens. All others are refused at start, with the reason: attention of their own or with ALiBi
 (Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models that no family above is for, encoders, layers with different
 numbers of query heads. Where key/value heads differ from layer to layer (Gemma 4), every layer's pages are as large as
