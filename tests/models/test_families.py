@@ -185,12 +185,12 @@ and the log says `served through transformers`. A family of its own is faster, a
 this.
 
 Whether a class can be served is found out by running it without weights, once for each `config.json`: it must call
-transformers' attention interface once for each layer, with masks that are causal or have one sliding window, and with keys and
-values of the step's own tokens. All others are refused at start, with the reason: attention of their own or with ALiBi
-(Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models that no family above is for, encoders, layers with different
-numbers of query heads. Where key/value heads differ from layer to layer (Gemma 4), every layer's pages are as large as
-those of the widest, and layers that share keys and values (Gemma 3n, 4) each store them. Code that a repository
-brings along is not run.
+transformers' attention interface once for each layer, with masks that are causal or have one sliding window, and with
+keys and values of the step's own tokens. All others are refused at start, with the reason: attention of their own or
+with ALiBi (Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models that no family above is for, encoders, layers with
+different numbers of query heads. Where key/value heads differ from layer to layer (Gemma 4), every layer's pages are
+as large as those of the widest, and layers that share keys and values (Gemma 3n, 4) each store them. Code that a
+repository contains is not run.
 
 With several ranks, what transformers' tensor-parallel plan cuts by columns and rows is cut, and the rest, such as
 experts, is held by every rank; without a plan one rank serves. Experts are multiplied by transformers' own kernels, and
