@@ -41,6 +41,7 @@ def callboard(path: Path, cache: str) -> dict[str, Any]:
     """One start of ``callboard serve``.  cache: the cache folder."""
     command = [sys.executable, "-m", "callboard", "serve", str(path), "--port", "0"]
     environment = {**os.environ, "XDG_CACHE_HOME": cache, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installation has its modules as bytecode
     began = time.perf_counter()
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

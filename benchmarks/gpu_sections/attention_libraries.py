@@ -16,6 +16,7 @@ from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionS
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import flash_attn as flash_attn_plugin
 from engine.plugins.attention import flashinfer as flashinfer_plugin
+from engine.plugins.attention import flash_mla as flash_mla_plugin
 from engine.plugins.attention import xqa as xqa_plugin
 from engine.plugins.attention.flashinfer.kernels import PagedAppend
 from engine.plugins.attention.torch import TorchAttention
@@ -103,6 +104,15 @@ def xqa(device: torch.device, **sizes: Any) -> Iterator[Row]:
         yield from _checked(library, (_captured, _decode, _kit, _windows))
 
 
+def flash_mla(device: torch.device, **sizes: Any) -> Iterator[Row]:
+    """FlashMLA, or SGLang's build of it, over latents.  sizes: see ``Library``."""
+    if rows := cannot_run(flash_mla_plugin, device):
+        yield from rows
+        return
+    factory = through_hook(flash_mla_plugin.callboard_attention_backend)
+    yield from _checked(Library(flash_mla_plugin, "latents", factory, 64, device, **sizes), (_kit,))
+
+
 def cannot_run(plugin: ModuleType, device: torch.device) -> list[Row]:
     """The row that says why, by what the plugin declares to need; or none."""
     nothing_known = AttentionContext(
@@ -139,9 +149,15 @@ def _kit_rows(name: str, library: Library, windows: bool) -> Iterator[Row]:
     """A row per case."""
     declared = convert_declaration(library.plugin.__name__, library.plugin.CALLBOARD_PLUGIN)
     cases = {
-        replace(case, dtype="bfloat16", head_size=HEAD_SIZE, page_size=library.page_size)
+        replace(
+            case,
+            dtype="bfloat16",
+            head_size=case.head_size if case.latent_size else HEAD_SIZE,
+            page_size=library.page_size,
+        )
         for case in attention_cases(declared)
         if bool(case.window) == windows and case.kv_dtype == library.kv_dtype
+        if library.name != "fa2" or not (case.latent_size or case.sinks)  # which it refuses at the start
     }
     for case in sorted(cases, key=str)[: library.kit]:
         row: Row = {"case": f"{name}: {case}", "ok": True}

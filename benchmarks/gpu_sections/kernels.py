@@ -204,8 +204,11 @@ def _inputs(kernels: FusedKernels, device: torch.device) -> Iterator[Row]:
             page_table_BW=torch.empty_like(expected.page_table_BP),
         )
 
+        own_B = torch.full_like(rows_B, -1)
+        tables = rows_B, own_B, rows.tokens_RM, rows.pages_RP, lengths_R
+
         def fill() -> None:
-            kernels.fill_inputs(rows_B, rows.tokens_RM, rows.pages_RP, lengths_R, PAGE_SIZE, dump_page, found)  # noqa: B023
+            kernels.fill_inputs(*tables, PAGE_SIZE, dump_page, found)  # noqa: B023
 
         fill()
         # The kernel leaves out what lies past a sequence's last page.

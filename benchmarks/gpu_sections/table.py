@@ -58,6 +58,7 @@ SECTIONS: Mapping[str, Section] = {
     "flashinfer_fp8": Section("gpu_sections.attention_libraries:flashinfer_fp8", LIBRARY, limit_s=LONGEST_S),
     "xqa": Section("gpu_sections.attention_libraries:xqa", LIBRARY),
     "flash_attn": Section("gpu_sections.attention_libraries:flash_attn", LIBRARY),
+    "flash_mla": Section("gpu_sections.attention_libraries:flash_mla", LIBRARY),
     "attention_race": Section("gpu_sections.race:section", {"models": ((2, 1, 1),)}, limit_s=300.0),
     "kernels": Section("gpu_sections.kernels:section"),
     "dependent_launch": Section("gpu_sections.dependent_launch:section", {"num_links": 2, "sizes": (4,)}),

@@ -697,6 +697,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     gate, up, down: names of the products, if each expert has its own tensors.  Without a gate, '', an expert is a plain
     MLP, as in ``MLPShape``.
     divided: whether a rank has some of the experts whole, instead of a part of each.
+    exchanged: whether such ranks send only the results that they have, in steps that are not captured.
     four_bits: whether a GPU multiplies by the stacks as MXFP4 has them, and never has them as floats.
     """
 
@@ -722,6 +723,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     limit: float = 0.0
     slope: float = 1.0
     divided: bool = False
+    exchanged: bool = False
     four_bits: bool = False
 
     @property

@@ -27,6 +27,7 @@ from engine.config import Config, build_config, without_cluster_key
 from engine.control.engine_spec import EngineSpec, engine_spec
 from engine.control.features import engine_features
 from engine.control.monitor import Monitor
+from engine.host.device_defaults import runs_on_cpu
 from engine.host.stages import Stages
 from engine.host.waiting import wait_briefly
 from engine.plugins.blueprint import BlueprintPlanners
@@ -265,8 +266,14 @@ class System:
 
     def _load_runner(self, engine: EngineSpec, rank: int, settings: GenerationSettings, rendezvous: str = "") -> Runner:
         self.stages.begin("torch")
-        from engine.startup.loading import load_runner  # torch is needed from here on
+        from engine.kernels.library import compiling
 
+        model, rounded = engine.model, engine.config.model.quantization
+        stored = model.stored_formats or (model.dtype if rounded == "none" else rounded,)
+        with compiling(stored, for_cpu=runs_on_cpu(engine.config.device.kind)):
+            from engine.startup.loading import load_runner  # torch is needed from here on
+
+            self.stages.begin("kernels")
         imported, self._imported = self._imported, lambda: None  # once: a later load imports nothing
         imported()
         runner = load_runner(

@@ -1,7 +1,7 @@
 """Protocols of captured steps, as the runner uses them: decode steps as one call, the model between attention calls.
 
 Legend: N decode rows of the step · V vocabulary
-Owns: the protocols.  Does not know: how steps are captured (``engine/graphs/``) or compiled.
+Owns: the protocols, the places of a step's tokens.  Does not know: how steps are captured (``engine/graphs/``).
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from engine.execution.batch import Int64, decode_rows
 from engine.layers.step import StepTensors
 from engine.messages import Step
 from engine.sampling.captured import SamplingVariant
@@ -48,7 +49,13 @@ class Decoded:
 
 
 class CapturedDecodes(Protocol):
-    """Decode steps that run whole, by one graph or one call of C."""
+    """Decode steps that run whole, by one graph or one call of C.
+
+    verifies: whether a step may also have rows with several tokens, each of which samples one, at positions that the
+    step states."""
+
+    @property
+    def verifies(self) -> bool: ...
 
     def fits(self, num_rows: int) -> bool:
         """Return whether there is a captured step for so many rows."""
@@ -92,3 +99,22 @@ class Captures(Protocol):
     def discard(self) -> None:
         """Free all recordings, even if something refers to them."""
         ...
+
+
+def each_sampled(step: Step) -> bool:
+    """Return whether a token is sampled after every token of a step, as where rows decode or are verified."""
+    return step.prefill_samples == step.prefill_lengths
+
+
+def token_places(step: Step) -> tuple[Int64, Int64]:
+    """Return the row of each token of a step, and the position if the step states it, else -1."""
+    decodes = decode_rows(step)
+    if not step.prefill_rows:
+        return decodes, np.full(len(decodes), -1)
+    rows, starts, lengths = (
+        np.frombuffer(column, dtype=np.int32)
+        for column in (step.prefill_rows, step.prefill_starts, step.prefill_lengths)
+    )
+    nth = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    given = np.concatenate((np.full(len(decodes), -1), np.repeat(starts, lengths) + nth))
+    return np.concatenate((decodes, np.repeat(rows, lengths))).astype(np.int64), given.astype(np.int64)

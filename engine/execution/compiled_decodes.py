@@ -116,6 +116,8 @@ class CompiledDecodes:
             logit_scale=decoder.shape.logit_scale,
         )
 
+    verifies = False
+
     def fits(self, num_rows: int) -> bool:
         """Return whether there is a call for so many rows."""
         return num_rows > 0 and self._decoder.tap is None

@@ -8,7 +8,7 @@ when it is built: a hook that no feature overrides costs nothing.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from engine.messages import FeatureRequest, Step
 from engine.models.model import Model
 from engine.plugins.manager import Plugins
 
+if TYPE_CHECKING:
+    from engine.graphs.rank import RankGraphs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
@@ -38,6 +41,7 @@ class RankContext:
     model, rows: the rank's own.  states: of recurrent layers, one slot for each row; None for a model without them.
     reload: loads another checkpoint of the same shape as the model was loaded; it calls no other rank.
     given: facts that features need and the engine has found, msgpack by the feature's name.
+    graphs: of the rank.
     features: all of the rank, once they are built."""
 
     config: Config
@@ -54,6 +58,7 @@ class RankContext:
     states: RecurrentStates | None
     reload: Callable[[ModelSpec], Model]
     given: Mapping[str, bytes]
+    graphs: "RankGraphs"
     features: list["RankFeature"] = field(default_factory=list)
 
 
@@ -95,7 +100,7 @@ class RankFeature:
         return model
 
     def models(self) -> Mapping[str, Model]:
-        """Return further models whose decode steps are captured next to those of the rank's own, by name."""
+        """Return further models whose steps are captured next to those of the rank's own, by name."""
         return {}
 
     def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from engine.actors.runner import Answer
-from engine.execution.batch import decode_rows, lay_out
-from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures
+from engine.execution.batch import lay_out
+from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures, each_sampled, token_places
 from engine.execution.features import RankFeature, hooks
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.profiles import Profiles
@@ -123,9 +123,11 @@ class ModelRunner:
     def _whole_for(self, step: Step) -> CapturedDecodes | None:
         """Return the captured steps that run all of a step, or None."""
         whole = self._whole_decodes
-        if whole is None or step.prefill_rows or step.admissions or not whole.fits(len(step.decode_rows) // 4):
+        if whole is None or step.admissions:
             return None
-        return whole
+        if step.prefill_rows and not (whole.verifies and each_sampled(step) and not self._prompts.rows):
+            return None
+        return whole if whole.fits(len(token_places(step)[0])) else None
 
     def _apply(self, step: Step) -> None:
         """Take in the changes of the step."""
@@ -156,15 +158,13 @@ class ModelRunner:
         return self._sample(step.step_id, rows_N, positions_N, logits_NV, inputs.write_at_N, masks, prompts)
 
     def _run_whole(self, whole: CapturedDecodes, step: Step) -> LaunchedStep:
-        """Run a step that is one call: every row samples."""
-        rows_N = decode_rows(step)
-        computed = self._rows.computed
-        computed[rows_N] += 1
-        lengths_N = computed[rows_N]  # also the sampled token's position: as many tokens come before it
+        """Run a step that is one call: every token samples."""
+        batch = lay_out(step, self._rows.computed)
+        # A sampled token's position is also its length: as many tokens come before it.
+        rows_N, positions_N = batch.sample_rows_N, batch.sample_positions_N
         masks = self._constraints.begin(rows_N) if self._constraints.rows else None
-        positions_N = lengths_N.astype(np.int64)
         variant = whole.variant_of(rows_N, positions_N) if masks is None else SamplingVariant.LOGITS
-        decoded = whole.launch(rows_N, lengths_N, variant)
+        decoded = whole.launch(rows_N, positions_N.astype(np.int32), variant)
         if decoded.token_ids_N is not None:
             sampled = SampledTokens(decoded.token_ids_N, None)
             return LaunchedStep(self._rank, step.step_id, rows_N, sampled, decoded.event, (), {})

@@ -4,7 +4,7 @@ Legend: T rows of the run, padding included
 Owns: that choice.  Does not know: which library runs, which layers call it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.graphs.breakable import SegmentRecorder
-from engine.layers.comm import CapturableComm, Comm, NormingComm
+from engine.layers.comm import CapturableComm, Comm, ExchangingComm, NormingComm
 
 COLLECTIVE = "collective"  # the kind of break
 
@@ -60,6 +60,16 @@ class BreakingComm:
             return self._comm.all_gather(tensor, dim)
         gathered: Tensor = self._recorder.call(COLLECTIVE, self._comm.all_gather, (tensor, dim), {})
         return gathered
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the library does, in a run that is not recorded."""
+        can = isinstance(self._comm, ExchangingComm) and self._comm.exchanges
+        return can and not self._traced and not self._recorder.recording
+
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        assert isinstance(self._comm, ExchangingComm), "the library has no all_to_all"
+        return self._comm.all_to_all(tensor, sent, received)
 
     def close(self) -> None:
         self._comm.close()

@@ -10,6 +10,10 @@ changes: the rows of the step, their sampling parameters and new pages, in one c
 are copied back into page-locked memory without waiting, so the next step can be queued after this one.  Rows that pad a
 batch read and write the pool's dump page, and a slot of states that is no row's.
 
+A step that verifies proposed tokens is such a step, too: each token of a row has a place, with the row's pages and a
+length of its own.  All keys and values of a layer are stored before its attention, so a place reads those of the
+places before it.  The host sends the positions then.
+
 Legend: M rows of the largest graph · B rows of a graph, padding included · N real rows · W pages of the batch's table
 Owns: static inputs, which graph serves a step, what is copied.  Does not know: how captures are done, the scheduler.
 """
@@ -22,14 +26,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.execution.batch import decode_rows
-from engine.execution.captured_steps import Decoded
+from engine.execution.captured_steps import Decoded, token_places
 from engine.execution.rows import DeviceRows
 from engine.graphs.breakable import GraphRecording, SegmentRecorder
 from engine.graphs.capturing import Capturing, round_up
 from engine.graphs.decode_attention import DecodeAttention
 from engine.graphs.device import GraphDevice
-from engine.graphs.inputs import choose_inputs
+from engine.graphs.inputs import choose_inputs, first_rows, static_inputs
 from engine.graphs.pinned_ring import PinnedReceiver, PinnedRing
 from engine.layers.attention import AttentionBackend, BeginningAttention
 from engine.layers.kv_pool import KVPool
@@ -48,6 +51,7 @@ from engine.sampling.captured import (
 from engine.sampling.sampler import Sampler
 
 DECODES = "decode steps"
+OWN_LENGTH = -1  # in place of a position: the length that the device has of the row
 NUM_BUFFERS = 4  # on the host: one more than the 2 steps in flight and the step that is launched
 
 Int32 = npt.NDArray[np.int32]
@@ -55,7 +59,9 @@ Int64 = npt.NDArray[np.int64]
 
 
 class DecodeGraphs:
-    """Captured decode steps.  sizes: numbers of rows, ascending.  Choices depend on steps alone, so ranks agree."""
+    """Captured decode steps.  sizes: numbers of rows, ascending.  Choices depend on steps alone, so ranks agree.
+
+    verifies: as in ``CapturedDecodes``; states advance by one token of a row in a step."""
 
     def __init__(
         self,
@@ -78,6 +84,7 @@ class DecodeGraphs:
         others: models beside ``model`` that a step may be launched with, by name."""
         self.sizes = tuple(sizes)
         self.models = {"": model, **(others or {})}
+        self.verifies = states is None
         self._pool = pool
         self._rows = rows
         self._states = states
@@ -87,25 +94,26 @@ class DecodeGraphs:
         self._input_ops = choose_inputs(pool.data.device)
         self._lengths_R = rows.keep_lengths()
         largest = self.sizes[-1]
-        # Two blocks: the columns of the batch, then space for one new page per row.
-        self._columns_end = columns_bytes(largest)
-        self._packed = device.buffer((self._columns_end + largest * (8 + 4),), torch.uint8)
-        self._columns = tensor_columns(self._packed[: self._columns_end], largest)
+        # Two blocks: the columns of the batch and its positions, then space for one new page per row.
+        self._batch_end = columns_bytes(largest) + largest * 8
+        self._packed = device.buffer((self._batch_end + largest * (8 + 4),), torch.uint8)
+        self._columns = tensor_columns(self._packed[: columns_bytes(largest)], largest)
         self._columns.rows.fill_(NO_ROW)
-        self._append_places_M, self._append_pages_M = _appends_of(self._packed[self._columns_end :], largest)
+        self._given_M = self._packed[columns_bytes(largest) : self._batch_end].view(torch.int64).fill_(OWN_LENGTH)
+        self._append_places_M, self._append_pages_M = _appends_of(self._packed[self._batch_end :], largest)
         self._sampler: CapturedSampler = sampler.captured(self._columns)
         self._tokens_M = device.buffer((largest,), torch.int64)
         self._all_rows_M = device.buffer((largest,), torch.int64)
         self._all_rows_M.copy_(torch.arange(largest))
         self._starts_M1 = device.buffer((largest + 1,), torch.int32)
         self._starts_M1.copy_(torch.arange(largest + 1))
-        self._inputs = self._static_inputs(largest, rows.pages_RP.shape[1])
+        self._inputs = static_inputs(device, largest, rows.pages_RP.shape[1])
         self._attention = DecodeAttention(attention, self._inputs, self.sizes)
         self._outgoing = PinnedRing(device, NUM_BUFFERS, self._packed.nbytes)
         self._incoming = PinnedReceiver(device, self._tokens_M.nbytes)
         self._recordings: dict[tuple[int, str], GraphRecording] = {}
-        self._sent: tuple[int, bytes] | None = None
-        self._sent_columns = np.empty(0, dtype=np.uint8)
+        self._sent: tuple[int, bytes, bytes] | None = None
+        self._sent_batch = np.empty(0, dtype=np.uint8)
         self._decided: tuple[tuple[int, bytes], SamplingVariant] | None = None
 
     @property
@@ -159,7 +167,8 @@ class DecodeGraphs:
     def launch(self, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant, model: str = "") -> Decoded:
         """Queue the step of the last ``tell``, for rows that ``fits``.
 
-        rows_N: its decode rows.  lengths_N: their lengths, the new token included.  model: name of another one."""
+        rows_N: the row of each of its tokens.  lengths_N: their lengths, the new token included.  model: name of
+        another one."""
         num = len(rows_N)
         size = round_up(self.sizes, num)
         assert size is not None, f"{num} rows, captured up to {self.sizes[-1]}"
@@ -174,33 +183,35 @@ class DecodeGraphs:
 
     def apply(self, step: Step) -> None:
         """Send the changes since the last step, new pages included: one copy, or none if nothing has changed."""
-        rows_N = decode_rows(step)
+        rows_N, given_N = token_places(step)
         first = self._packed.nbytes
         end = num_appends = 0
-        key = (self._sampler.version, rows_N.tobytes())
+        key = (self._sampler.version, rows_N.tobytes(), given_N.tobytes())
         buffer = None
         if key != self._sent:
-            columns = np.empty(self._columns_end, dtype=np.uint8)
-            self._sampler.fill(array_columns(columns, self.sizes[-1]), rows_N)
+            batch = np.empty(self._batch_end, dtype=np.uint8)
+            given_M = batch[-self.sizes[-1] * 8 :].view(np.int64)
+            self._sampler.fill(array_columns(batch[: -given_M.nbytes], self.sizes[-1]), rows_N)
+            given_M[: len(rows_N)], given_M[len(rows_N) :] = given_N, OWN_LENGTH
             self._sent = key
-            if not np.array_equal(columns, self._sent_columns):  # equal if a row outside of this batch was admitted
-                self._sent_columns = columns
+            if not np.array_equal(batch, self._sent_batch):  # equal if a row outside of this batch was admitted
+                self._sent_batch = batch
                 buffer = self._outgoing.take()
-                buffer.data[: self._columns_end].numpy()[:] = columns
-                first, end = 0, self._columns_end
+                buffer.data[: self._batch_end].numpy()[:] = batch
+                first, end = 0, self._batch_end
         if step.table_rows:
             places_A, pages_A = self._rows.appends(step)
             num_appends = len(pages_A)
             if num_appends > self.sizes[-1]:
-                # More than one page per row: this project's scheduler never sends that.
+                # A row that is verified may get several pages of few tokens.
                 self._rows.apply(step)
                 num_appends = 0
             else:
                 buffer = buffer or self._outgoing.take()
-                places, pages = _appends_of(buffer.data[self._columns_end :], self.sizes[-1])
+                places, pages = _appends_of(buffer.data[self._batch_end :], self.sizes[-1])
                 places.numpy()[:num_appends] = places_A
                 pages.numpy()[:num_appends] = pages_A
-                first, end = min(first, self._columns_end), self._packed.nbytes
+                first, end = min(first, self._batch_end), self._packed.nbytes
         if buffer is None:
             return
         self._device.copy(self._packed[first:end], buffer.data[first:end])
@@ -208,17 +219,6 @@ class DecodeGraphs:
         if num_appends:
             pages_flat = self._rows.pages_RP.view(-1)
             pages_flat.index_copy_(0, self._append_places_M[:num_appends], self._append_pages_M[:num_appends])
-
-    def _static_inputs(self, num_rows: int, num_pages: int) -> DecodeInputs:
-        token_ids_B, positions_B, slots_B, write_at_B = self._device.buffer((4, num_rows), torch.int64)
-        return DecodeInputs(
-            token_ids_B=token_ids_B,
-            positions_B=positions_B,
-            slots_B=slots_B,
-            write_at_B=write_at_B,
-            lengths_B=self._device.buffer((num_rows,), torch.int32),
-            page_table_BW=self._device.buffer((num_rows, num_pages), torch.int32),
-        )
 
     def _warm_up(self, size: int) -> None:
         attention = self._attention.prepare(size)
@@ -242,17 +242,10 @@ class DecodeGraphs:
 
     def _fill(self, size: int) -> DecodeInputs:
         """Write the inputs of the step where they are kept, and return them."""
-        rows, static = self._rows, self._inputs
-        inputs = DecodeInputs(
-            token_ids_B=static.token_ids_B[:size],
-            positions_B=static.positions_B[:size],
-            slots_B=static.slots_B[:size],
-            write_at_B=static.write_at_B[:size],
-            lengths_B=static.lengths_B[:size],
-            page_table_BW=static.page_table_BW[:size],
-        )
+        rows, inputs = self._rows, first_rows(self._inputs, size)
         self._input_ops.fill(
             self._columns.rows[:size],
+            self._given_M[:size],
             rows.tokens_RM,
             rows.pages_RP,
             self._lengths_R,

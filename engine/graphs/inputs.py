@@ -2,15 +2,16 @@
 
 Legend: R rows · M longest sequence and one · P page-table width · B rows of the batch, padding included
         W pages of the batch's table
-Owns: the same two operations, the choice between them.  Does not know: graphs, sampling.
+Owns: the same two operations, the choice between them, memory of inputs.  Does not know: graphs, sampling.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from engine.graphs.device import GraphDevice
 from engine.kernels.choice import choose_kernels
 from engine.layers.step import DecodeInputs
 
@@ -19,7 +20,7 @@ from engine.layers.step import DecodeInputs
 class InputOps:
     """Operations on a decode step's inputs: ``fill_inputs`` and ``write_tokens`` of ``engine/kernels/inputs.py``."""
 
-    fill: Callable[[Tensor, Tensor, Tensor, Tensor, int, int, DecodeInputs, int], None]
+    fill: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, DecodeInputs, int], None]
     write: Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -31,8 +32,22 @@ def choose_inputs(device: torch.device) -> InputOps:
     return InputOps(kernels.fill_inputs, kernels.write_tokens)
 
 
+def static_inputs(device: GraphDevice, num_rows: int, num_pages: int) -> DecodeInputs:
+    """Return inputs at fixed addresses.  num_pages: of each row's table."""
+    token_ids_B, positions_B, slots_B, write_at_B = device.buffer((4, num_rows), torch.int64)
+    lengths_B = device.buffer((num_rows,), torch.int32)
+    table_BW = device.buffer((num_rows, num_pages), torch.int32)
+    return DecodeInputs(token_ids_B, positions_B, slots_B, write_at_B, lengths_B, table_BW)
+
+
+def first_rows(inputs: DecodeInputs, num_rows: int) -> DecodeInputs:
+    """Return the inputs of the first rows, in the same memory."""
+    return DecodeInputs(*(getattr(inputs, field.name)[:num_rows] for field in fields(inputs)))
+
+
 def fill_inputs(
     rows_B: Tensor,
+    given_B: Tensor,
     tokens_RM: Tensor,
     pages_RP: Tensor,
     lengths_R: Tensor,
@@ -41,11 +56,13 @@ def fill_inputs(
     inputs: DecodeInputs,
     page_stride: int = 0,
 ) -> None:
-    """Write ``inputs`` for one more token of each row, and add 1 to those rows' lengths.  A negative row is padding.
+    """Write ``inputs`` for one more token of each row, and the rows' new lengths.  A negative row is padding.
 
+    given_B: positions; negative where a row's length is the one.  The places of a row are adjacent.
     page_stride: of the pool; 0 for page_size."""
     real_B, row_B = rows_B >= 0, rows_B.clamp(min=0)
-    position_B = torch.where(real_B, lengths_R.index_select(0, row_B), 0).to(torch.int64)
+    length_B = lengths_R.index_select(0, row_B)
+    position_B = torch.where(real_B, torch.where(given_B < 0, length_B, given_B), 0)
     page_at_B = row_B * pages_RP.shape[1] + position_B // page_size
     page_B = torch.where(real_B, pages_RP.view(-1).index_select(0, page_at_B), dump_page)
     token_at_B = row_B * tokens_RM.shape[1] + position_B
@@ -54,7 +71,8 @@ def fill_inputs(
     inputs.slots_B.copy_(page_B.to(torch.int64) * (page_stride or page_size) + position_B % page_size)
     inputs.write_at_B.copy_(torch.where(real_B, token_at_B + 1, -1))
     inputs.lengths_B.copy_(position_B + 1)
-    lengths_R.index_add_(0, row_B, real_B.to(torch.int32))
+    is_last_B = torch.cat((rows_B[1:] != rows_B[:-1], real_B[-1:])) & real_B
+    lengths_R.index_add_(0, row_B, torch.where(is_last_B, position_B + 1 - length_B, 0).to(torch.int32))
     table_BW = inputs.page_table_BW
     column_W = torch.arange(table_BW.shape[1], device=table_BW.device)
     own_BW = pages_RP[:, : table_BW.shape[1]].index_select(0, row_B)

@@ -10,7 +10,7 @@ Owns: the static inputs, the choice of size, the time and order of captures.
 Does not know: how the model is cut (``breakable.py`` alone, or with ``compiled.py``), the scheduler.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class Piecewise:
     """Runs steps with prefill; it has the interface of the model's ``forward``.
 
     hidden: the model's, or that of its compiled form; called with ``attention``.
+    others: models beside ``model`` that a step may be run with, by name.
     sizes: ascending.
     any_size: whether ``hidden`` is compiled; then it also runs, directly and without padding, steps past the largest
     size, and all steps if the device cannot capture.
@@ -55,18 +56,20 @@ class Piecewise:
         capturing: Capturing,
         sizes: Sequence[int],
         any_size: bool = False,
+        others: Mapping[str, Model] | None = None,
     ) -> None:
         self.sizes = tuple(sizes)
         self._any_size = any_size
         self._model = model
         self._hidden = hidden
+        self._others = dict(others or {})
         self._pool = pool
         self._attention = attention
         self._states = states
         self._device = device
         self._recorder = recorder
         self._capturing = capturing
-        self._recordings: dict[int, GraphRecording] = {}
+        self._recordings: dict[tuple[int, str], GraphRecording] = {}
         self.inputs_3M = device.buffer((3, self.sizes[-1]), torch.int64)
         self._padding_31 = device.buffer((3, 1), torch.int64)
         self._padding_31[2] = pool.dump_page * pool.page_stride
@@ -75,7 +78,7 @@ class Piecewise:
     @property
     def captured(self) -> tuple[int, ...]:
         """Captured sizes, ascending."""
-        return tuple(sorted(self._recordings))
+        return tuple(sorted({size for size, _ in self._recordings}))
 
     @property
     def _advice(self) -> str:
@@ -87,8 +90,12 @@ class Piecewise:
     def forward(self, step: StepTensors) -> Tensor:
         return self._model.logits(self.hidden(step, step.sample_at_N))
 
-    def hidden(self, step: StepTensors, wanted_N: Tensor) -> Tensor:
-        """Return x_ND of the wanted rows of T (``Model.hidden``)."""
+    def has(self, num_tokens: int, model: str) -> bool:
+        """Return whether there is a graph for so many tokens with another model."""
+        return (round_up(self.sizes, num_tokens), model) in self._recordings
+
+    def hidden(self, step: StepTensors, wanted_N: Tensor, model: str = "") -> Tensor:
+        """Return x_ND of the wanted rows of T (``Model.hidden``).  model: name of another one, which ``has`` one."""
         num_tokens = len(step.token_ids_T)
         size = round_up(self.sizes, num_tokens)
         if size is None or not self._device.captures:
@@ -97,7 +104,7 @@ class Piecewise:
             assert step.states is not None, "a step of a model with recurrent layers has states"
             self._states.step = step.states
         self._fill(size, (step.token_ids_T, step.positions_T, step.slots_T), num_tokens)
-        recording = self._recordings.get(size)
+        recording = self._recordings.get((size, model))
         if recording is None and self._states is not None:
             return self._run_directly(step, wanted_N)  # a capture runs a step twice, and states advance once
         result_TD = self._capture_late(size) if recording is None else recording.replay()
@@ -112,17 +119,20 @@ class Piecewise:
         if not self._device.captures:
             self._warm_up_direct_runs()
             return
-        missing = sorted(set(self.sizes) - set(self._recordings))
+        missing = sorted(set(self.sizes) - set(self.captured))
         self._plan_nothing()
         self._capturing.capture(
-            PREFILL, missing, self._run, self._record, self._recordings.clear, advice=self._advice, progress=progress
-        )
+            PREFILL, missing, self._run_all, self._record_all, self._recordings.clear, advice=self._advice,
+            progress=progress,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def measure(self) -> int:
         """Return the bytes that all captures will take; no graph remains.  Raises GraphError."""
         self._plan_nothing()
-        return self._capturing.measure(self.sizes, self._run, self._record, self._recordings.clear, advice=self._advice)
+        return self._capturing.measure(
+            self.sizes, self._run_all, self._record_all, self._recordings.clear, advice=self._advice
+        )
 
     def _capture_late(self, size: int) -> Tensor:
         """Capture a size when a step needs it, on the step's own tokens, and return the step's result."""
@@ -138,21 +148,30 @@ class Piecewise:
             self._plan_nothing()
             self._run(FEWEST_DIRECT)
 
-    def _record(self, size: int) -> GraphRecording:
-        recording = self._recorder.record(size, lambda: self._run(size))
+    def _run_all(self, size: int) -> None:
+        for name in ("", *self._others):
+            self._run(size, name)
+
+    def _record_all(self, size: int) -> None:
+        for name in ("", *self._others):
+            self._record(size, name)
+
+    def _record(self, size: int, name: str = "") -> GraphRecording:
+        recording = self._recorder.record(size, lambda: self._run(size, name))
         broken, layers = recording.breaks[ATTENTION], self._model.attention_spec.num_layers
         if broken != layers:
             raise GraphError(
                 f"{size} tokens: the capture was broken at {broken} attention calls, the model has {layers} layers; "
                 "attention that was captured would repeat the lengths of the capture"
             )
-        self._recordings[size] = recording
+        self._recordings[size, name] = recording
         return recording
 
-    def _run(self, size: int) -> Tensor:
-        """Run the model on the static inputs; a warm-up loads what cannot be loaded inside a capture."""
+    def _run(self, size: int, name: str = "") -> Tensor:
+        """Run a model on the static inputs; a warm-up loads what cannot be loaded inside a capture."""
         token_ids_T, positions_T, slots_T = self.inputs_3M[:, :size]
-        return self._hidden(
+        hidden = self._others[name].hidden if name else self._hidden
+        return hidden(
             StepTensors(
                 token_ids_T, positions_T, slots_T, self._rows_0, self._attention, self._pool, states=self._states
             )

@@ -7,6 +7,7 @@ Does not know: how captures are done.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from engine.graphs.capturing import Capturing, decode_sizes, piecewise_sizes
 from engine.graphs.comm import BreakingComm
 from engine.graphs.decode import DECODES, DecodeGraphs
 from engine.graphs.decode_attention import can_capture
-from engine.graphs.device import Pool, device_for_graphs
+from engine.graphs.device import GraphDevice, Pool, device_for_graphs
 from engine.graphs.passes import GraphPass
 from engine.graphs.piecewise import PREFILL, Piecewise
 from engine.graphs.settings import CaptureSettings
@@ -44,7 +45,8 @@ COMPILED = "compiled"
 class StepParts:
     """The objects that run a rank's steps.  states: of recurrent layers; None for a model without them.
 
-    others: further models whose decode steps are captured, by name."""
+    others: further models whose steps are captured, by name.
+    samples: the most tokens of one row that are sampled in a step."""
 
     model: Model
     pool: KVPool
@@ -53,6 +55,28 @@ class StepParts:
     sampler: Sampler
     states: RecurrentStates | None = None
     others: Mapping[str, Model] = field(default_factory=dict)
+    samples: int = 1
+
+
+class Captured(Protocol):
+    """Work of one kind that is captured in several sizes."""
+
+    def capture(self, progress: bool = False) -> None:
+        """Capture all sizes.  Raises GraphError, on every rank if one fails; then no graph remains."""
+        ...
+
+
+C = TypeVar("C", bound=Captured)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureKit:
+    """The tools with which a feature captures work on rows.  sizes: numbers of rows, ascending."""
+
+    device: GraphDevice
+    recorder: SegmentRecorder
+    capturing: Capturing
+    sizes: Sequence[int]
 
 
 class RankGraphs:
@@ -106,6 +130,18 @@ class RankGraphs:
             log.info("%s are not captured whole: this attention backend plans its work on the host", DECODES)
         graphs = self._new_decode(parts, scheduler)
         return graphs if graphs is not None and self._captured(graphs, DECODES, progress) else None
+
+    def more(
+        self, what: str, build: Callable[[CaptureKit], C], where: torch.device, max_rows: int, progress: bool
+    ) -> C | None:
+        """Return work of a feature, captured; None if off, or failed under 'auto'.  where: as for ``Capturing``.
+
+        Raises GraphError on failure if the configuration names the mode."""
+        if self._recorder is None or not self.device.captures:
+            return None
+        sizes = decode_sizes(min(self._settings.max_rows, max_rows))
+        built = build(CaptureKit(self.device, self._recorder, Capturing(self.device, self.comm, where), sizes))
+        return built if self._captured(built, what, progress) else None
 
     def measure(self, parts: StepParts, scheduler: SchedulerSection) -> int:
         """Return the bytes that ``piecewise`` and ``decode`` will take, by trial captures over a pool of any size.
@@ -176,6 +212,7 @@ class RankGraphs:
             capturing=Capturing(self.device, self.comm, pool.data.device),
             sizes=sizes,
             any_size=self.mode == COMPILED,
+            others=parts.others if self.device.captures and self.mode != COMPILED else {},
         )
 
     def _new_decode(self, parts: StepParts, scheduler: SchedulerSection) -> DecodeGraphs | None:
@@ -183,6 +220,7 @@ class RankGraphs:
             return None
         if parts.model.task_head is not None:
             return None  # a model that generates nothing never decodes
+        most = min(scheduler.max_running * parts.samples, max(scheduler.max_running, scheduler.max_step_tokens))
         return DecodeGraphs(
             model=parts.model,
             others=parts.others,
@@ -194,10 +232,10 @@ class RankGraphs:
             device=self.device,
             recorder=self._recorder,
             capturing=Capturing(self.device, self.comm, parts.pool.data.device),
-            sizes=decode_sizes(min(self._settings.max_rows, scheduler.max_running)),
+            sizes=decode_sizes(min(self._settings.max_rows, most)),
         )
 
-    def _captured(self, graphs: Piecewise | DecodeGraphs, what: str, progress: bool) -> bool:
+    def _captured(self, graphs: Captured, what: str, progress: bool) -> bool:
         try:
             graphs.capture(progress)
         except GraphError as error:

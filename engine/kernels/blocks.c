@@ -18,14 +18,12 @@
 
 #ifdef V
 
-/* A compiler takes most of its time for the tiles.  UNIT 1 and above have those of some kinds each and UNIT 0 has the
-   rest, so that several compilers can work at once; without UNIT this is all of it. */
+/* As in products.c: UNIT 1 and above have the tiles of one kind each. */
 #ifdef UNIT
 #define HAS(unit) (UNIT == (unit))
 #else
 #define HAS(unit) 1
 #endif
-#define BETWEEN_UNITS __attribute__((visibility("hidden")))
 
 /* PLAIN: a scale per group.  MINIMUM: a scale and a minimum.  CODED: a power of two per group, and floats of 4 bits.  ZERO: a scale and a zero point per block of several groups;
    ZERO_UPPER: the same with a scale in bfloat16.  SUPER: an integer scale per group, times a float scale per block.
@@ -47,6 +45,7 @@ typedef struct {
     int64_t size, bytes; /* elements and bytes of a block of the file */
 } Format;
 
+#if HAS(0)
 static const Format TABLE[FORMATS] = {
     [Q4_0] = {PLAIN4, 4, PLAIN, 32, 8, 32, 18},
     [Q4_1] = {MINIMUM4, 4, MINIMUM, 32, 0, 32, 20},
@@ -64,6 +63,7 @@ static const Format TABLE[FORMATS] = {
     [UPPER64] = {ZERO_UPPER4, 4, ZERO_UPPER, 32, 0, 64, 35},
     [UPPER128] = {ZERO_UPPER4, 4, ZERO_UPPER, 32, 0, 128, 67},
 };
+#endif
 
 #define MOST_PANELS 4
 #define MOST_ROWS (REGISTERS == 16 ? 4 : 8)
@@ -404,8 +404,6 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
 #define ARGUMENTS \
     const char *panel, int64_t size, Input in, const float *bias, float *y, int64_t step, int64_t width
 typedef void (*Tile)(ARGUMENTS);
-extern BETWEEN_UNITS const Tile plain4[], minimum4[], plain5[], minimum5[], plain8[], super_minimum4[],
-    super_minimum5[], super6[], coded4[], zero4[], zero_upper4[];
 #define TILE(name, M, bits, form)                                          \
     static void name##_##M(ARGUMENTS) {                                    \
         tile(panel, size, in, bias, y, step, width, M, panels_of(M), bits, form); \
@@ -414,36 +412,59 @@ extern BETWEEN_UNITS const Tile plain4[], minimum4[], plain5[], minimum5[], plai
 #define TILES_OF(name, bits, form)                                                                                  \
     TILE(name, 1, bits, form) TILE(name, 2, bits, form) TILE(name, 3, bits, form) TILE(name, 4, bits, form)         \
     TILE(name, 5, bits, form) TILE(name, 6, bits, form) TILE(name, 7, bits, form) TILE(name, 8, bits, form)         \
-    BETWEEN_UNITS const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8};
+    const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8};
 #else
 #define TILES_OF(name, bits, form)                                                                                  \
     TILE(name, 1, bits, form) TILE(name, 2, bits, form) TILE(name, 3, bits, form) TILE(name, 4, bits, form)         \
-    BETWEEN_UNITS const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4};
+    const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4};
 #endif
 #if HAS(1)
 TILES_OF(plain4, 4, PLAIN)
-TILES_OF(plain5, 5, PLAIN)
-TILES_OF(plain8, 8, PLAIN)
-TILES_OF(coded4, 4, CODED)
 #endif
 #if HAS(2)
 TILES_OF(minimum4, 4, MINIMUM)
-TILES_OF(minimum5, 5, MINIMUM)
-TILES_OF(super6, 6, SUPER)
 #endif
 #if HAS(3)
+TILES_OF(plain5, 5, PLAIN)
+#endif
+#if HAS(4)
+TILES_OF(minimum5, 5, MINIMUM)
+#endif
+#if HAS(5)
+TILES_OF(plain8, 8, PLAIN)
+#endif
+#if HAS(6)
 TILES_OF(super_minimum4, 4, SUPER_MINIMUM)
+#endif
+#if HAS(7)
 TILES_OF(super_minimum5, 5, SUPER_MINIMUM)
+#endif
+#if HAS(8)
+TILES_OF(super6, 6, SUPER)
+#endif
+#if HAS(9)
+TILES_OF(coded4, 4, CODED)
+#endif
+#if HAS(10)
 TILES_OF(zero4, 4, ZERO)
+#endif
+#if HAS(11)
 TILES_OF(zero_upper4, 4, ZERO_UPPER)
 #endif
 
 #if HAS(0)
-static const Tile *const TILES[KINDS] = {
+#ifdef UNIT
+static const Tile *TILES[KINDS];
+#else
+static const Tile *TILES[KINDS] = {
     [PLAIN4] = plain4, [MINIMUM4] = minimum4, [PLAIN5] = plain5, [MINIMUM5] = minimum5, [PLAIN8] = plain8,
     [SUPER_MINIMUM4] = super_minimum4, [SUPER_MINIMUM5] = super_minimum5, [SUPER6] = super6,
     [CODED4] = coded4, [ZERO4] = zero4, [ZERO_UPPER4] = zero_upper4,
 };
+#endif
+
+/* Products of formats of this kind use these tiles from now on. */
+void give_block_tiles(int64_t kind, const Tile *tiles) { TILES[kind] = tiles; }
 
 /* Rounded rows, one block of memory. */
 typedef struct {

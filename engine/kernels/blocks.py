@@ -5,14 +5,16 @@ Owns: the memory of a weight, calling the functions.  Does not know: files, the 
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from engine.kernels.compiled import compiled
+from engine.kernels.library import KernelLibrary
 from engine.kernels.panels import CompiledWeight, aligned, product_of
+from engine.kernels.sources import TILES, tables_of
 from engine.layers.packing import StoredRows
 
 
@@ -55,13 +57,22 @@ class Blocks(ctypes.Structure):
 class BlockProducts:
     """The functions of ``blocks.c``."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: KernelLibrary) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._library, self._given = library, set[str]()
+        library.give_block_tiles.argtypes, library.give_block_tiles.restype = [size, pointer], None
         self.product = product_of(library, "blocks_product")
         self.bytes_of, self.pack, self.rows = library.blocks_bytes, library.blocks_pack, library.blocks_rows
         self.bytes_of.argtypes, self.bytes_of.restype = [size] * 3, size
         self.pack.argtypes, self.pack.restype = [size] * 3 + [pointer] * 2 + [size], size
         self.rows.argtypes, self.rows.restype = [pointer] * 3 + [size], None
+
+    def need(self, formats: Iterable[str]) -> None:
+        """Compile the tiles of these formats, at once, unless there are some.  Raises PluginError."""
+        tables = [one for one in tables_of(formats) if one not in self._given]
+        for table, address in zip(tables, self._library.tiles(tables) if tables else (), strict=True):
+            self._library.give_block_tiles(TILES["blocks.c"].index(table), address)
+        self._given.update(tables)
 
 
 class StoredWeight(CompiledWeight):
@@ -70,7 +81,8 @@ class StoredWeight(CompiledWeight):
     damaged: the first part with a scale that is NaN or infinite; None for none."""
 
     def __init__(self, products: BlockProducts, stored: Sequence[StoredRows], parts: Parts) -> None:
-        """Copy the rows, in their order, into the layout of the products."""
+        """Copy the rows, in their order, into the layout of the products.  Raises PluginError."""
+        products.need(one.format for one in stored)
         inputs = stored[0].inputs
         super().__init__(products.product, sum(len(one.blocks) for one in stored), inputs, len(stored))
         self._blocks = (Blocks * len(stored))()

@@ -5,7 +5,8 @@ Legend: R rows · M longest sequence and one · P page-table width · B decode r
 Owns: the reads before a decode step and the write after it.  Does not know: scheduling, sampling, graphs.
 
 Positions come from the lengths on the device, which the same launch advances.  So a captured step can be replayed step
-after step, and between two replays the host changes at most the list of running rows.
+after step, and between two replays the host changes at most the list of running rows.  A row whose tokens are verified
+has several places in the batch, side by side, and the host gives their positions: its length alone may be out of date.
 """
 
 import triton
@@ -21,6 +22,7 @@ PLACES_AT_ONCE = 256
 
 def fill_inputs(
     rows_B: Tensor,
+    given_B: Tensor,
     tokens_RM: Tensor,
     pages_RP: Tensor,
     lengths_R: Tensor,
@@ -29,17 +31,19 @@ def fill_inputs(
     inputs: DecodeInputs,
     page_stride: int = 0,
 ) -> None:
-    """Write ``inputs`` for one more token of each row in rows_B, and add 1 to those rows' lengths_R.
+    """Write ``inputs`` for one more token of each row in rows_B; the last one's position and 1 are a row's new length.
 
-    rows_B: int64, distinct; a negative one is padding: one token of id 0 at position 0 of the dump page.
+    rows_B: int64; a negative one is padding: one token of id 0 at position 0 of the dump page.
+    given_B: int64, the token's position; negative for the length of a row that has one place alone.  The places of a
+    row are adjacent, in the order of their positions.
     tokens_RM, pages_RP, lengths_R: int32, contiguous.  lengths_R: number of positions of each row that have K/V.
     page_stride: of the pool; 0 for page_size.
     """
     page_table_BW = inputs.page_table_BW
     if len(rows_B):
         fill_row[(len(rows_B),)](
-            rows_B, tokens_RM, pages_RP, lengths_R, inputs.token_ids_B, inputs.positions_B, inputs.slots_B,
-            inputs.write_at_B, inputs.lengths_B, page_table_BW, tokens_RM.shape[1], pages_RP.shape[1],
+            rows_B, given_B, len(rows_B), tokens_RM, pages_RP, lengths_R, inputs.token_ids_B, inputs.positions_B,
+            inputs.slots_B, inputs.write_at_B, inputs.lengths_B, page_table_BW, tokens_RM.shape[1], pages_RP.shape[1],
             page_table_BW.shape[1], page_table_BW.stride(0), dump_page,
             PAGE_SIZE=page_size, PAGE_STRIDE=page_stride or page_size, BLOCK_W=PAGES_AT_ONCE,
             num_warps=2, enable_fp_fusion=True, **launch_options(rows_B.device),
@@ -60,14 +64,14 @@ def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> 
 
 # The width of the table and the row list change from step to step; neither may make another variant.
 @triton.jit(
-    do_not_specialize=["row_len", "row_pages", "num_pages", "table_stride", "dump_page"],
+    do_not_specialize=["num_rows", "row_len", "row_pages", "num_pages", "table_stride", "dump_page"],
     do_not_specialize_on_alignment=[
-        "rows", "token_ids", "positions", "slots", "write_at", "batch_lengths", "page_table",
+        "rows", "given", "token_ids", "positions", "slots", "write_at", "batch_lengths", "page_table",
     ],
 )  # fmt: skip
 def fill_row(
-    rows, tokens, pages, lengths, token_ids, positions, slots, write_at, batch_lengths, page_table, row_len,
-    row_pages, num_pages, table_stride, dump_page,
+    rows, given, num_rows, tokens, pages, lengths, token_ids, positions, slots, write_at, batch_lengths, page_table,
+    row_len, row_pages, num_pages, table_stride, dump_page,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write one row of the batch per program."""
@@ -75,7 +79,11 @@ def fill_row(
     wait_for_previous(PDL)
     row = tl.load(rows + place)
     real = row >= 0
-    position = tl.load(lengths + row, mask=real, other=0)
+    stated = tl.load(given + place)
+    # A row with several places has all of them stated: none reads the length that its last one writes.
+    position = tl.load(lengths + row, mask=real & (stated < 0), other=0)
+    position = tl.where(real & (stated >= 0), stated.to(tl.int32), position)
+    last = tl.load(rows + place + 1, mask=place + 1 < num_rows, other=-1) != row
     own_pages = pages + row * row_pages
     token = tl.load(tokens + row * row_len + position, mask=real, other=0)
     page = tl.load(own_pages + position // PAGE_SIZE, mask=real, other=0)
@@ -87,7 +95,7 @@ def fill_row(
     tl.store(batch_lengths + place, position + 1)
     # Every thread has read the old length before one of them writes the new one.
     tl.debug_barrier()
-    tl.store(lengths + row, position + 1, mask=real)
+    tl.store(lengths + row, position + 1, mask=real & last)
     own_width = tl.where(real, position // PAGE_SIZE + 1, 0)
     for first in range(0, num_pages, BLOCK_W):
         w_W = first + tl.arange(0, BLOCK_W)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.compiled import compiled
+from engine.kernels.library import KernelLibrary
+from engine.kernels.sources import TILES
 
 ALIGNMENT = 64  # a cache line
 
@@ -45,13 +47,23 @@ class Weight(ctypes.Structure):
 class Products:
     """The functions of ``products.c``.  has_pairs: whether the CPU multiplies bfloat16."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: KernelLibrary) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._library, self._given = library, {PanelKind.FLOATS}
+        library.give_tiles.argtypes, library.give_tiles.restype = [size, pointer], None
         self.packed_bytes, self.pack = library.packed_bytes, library.pack
         self.has_pairs = bool(library.pair_products())
         self.product = product_of(library, "product")
         self.packed_bytes.argtypes, self.packed_bytes.restype = [pointer], size
         self.pack.argtypes, self.pack.restype = [pointer] * 3 + [size], None
+
+    def need(self, kind: PanelKind) -> None:
+        """Compile the tiles of this kind unless there are some.  Raises PluginError."""
+        kind = min(kind, PanelKind.BYTES)  # FINE_BYTES has the same
+        if kind not in self._given:
+            (address,) = self._library.tiles([TILES["products.c"][kind - 1]])
+            self._library.give_tiles(kind, address)
+            self._given.add(kind)
 
 
 def product_of(library: ctypes.CDLL, name: str) -> Any:
@@ -95,7 +107,8 @@ class PanelWeight(CompiledWeight):
     """A weight in panels of numbers of one kind."""
 
     def __init__(self, products: Products, weight_OI: Tensor, kind: PanelKind) -> None:
-        """Pack the weight.  weight_OI: float32, on a CPU; its values must fit the kind."""
+        """Pack the weight.  weight_OI: float32, on a CPU; its values must fit the kind.  Raises PluginError."""
+        products.need(kind)
         assert weight_OI.dtype == torch.float32, f"{weight_OI.dtype} is not float32"
         weight_OI = weight_OI.contiguous()
         outputs, inputs = weight_OI.shape

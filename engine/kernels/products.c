@@ -21,9 +21,19 @@ enum { FLOATS, HALVES, UPPER_HALVES, PAIRS, BYTES, FINE_BYTES };
 
 #define G 64
 
+/* A compiler takes most of its time for the tiles.  UNIT 1 and above have those of one kind each, and UNIT 0 has the
+   rest, to which a process gives the tiles that its weights need; without UNIT this is all of it. */
+#ifdef UNIT
+#define HAS(unit) (UNIT == (unit))
+#else
+#define HAS(unit) 1
+#endif
+
 #ifndef V
+#if HAS(0)
 int64_t panel_width(void) { return 0; }
 int64_t pair_products(void) { return 0; }
+#endif
 #else
 
 /* Bits of an input byte: a sum of two products of 8 bits exceeds 16. */
@@ -50,12 +60,15 @@ static int32_t zero_of(int64_t parts) { return 1 << (BITS * parts - 1); }
 
 static int64_t groups(int64_t I) { return (I + G - 1) / G; }
 
+#if HAS(0)
 int64_t panel_width(void) { return P; }
 int64_t pair_products(void) { return PAIR_PRODUCTS; }
+#endif
 
 /* Steps of a tile's sum. */
 INLINE int64_t steps_of(int64_t kind, int64_t I) { return kind == PAIRS ? (I + 1) / 2 : I; }
 
+#if HAS(0)
 static int64_t panel_bytes(const Weight *weight) {
     if (weight->kind >= BYTES) return groups(weight->I) * GROUP_BYTES;
     return steps_of(weight->kind, weight->I) * P * (weight->kind == FLOATS || weight->kind == PAIRS ? 4 : 2);
@@ -134,6 +147,8 @@ void pack(const Weight *weight, const float *w_OI, char *panels, int64_t threads
             }
     }
 }
+
+#endif
 
 /* The rows of a tile: x[steps,M] from a step on; pairs in their place; or scales[M,I/G] and bytes[M,I/G,parts,G], with
    the upper part first.  Sums of a step's block go on with those in y, in the same order as without blocks. */
@@ -232,7 +247,7 @@ INLINE void byte_tile(const Weight *is, const char *panel, int64_t size, Input i
         finish(sum + (m * N + n) * 2, bias ? bias + n * P : 0, y + m * is->O + n * P, width - n * P);
 }
 
-#if TILE_ROWS
+#if TILE_ROWS && HAS(0)
 /* As byte_tile, with M up to TILE_ROWS and one panel.  Sums of integers are exact, so the bits are the same. */
 static void wide_byte_tile(const Weight *is, const char *panel, Input in, const float *bias, float *y, int64_t width,
                            int64_t M) {
@@ -266,40 +281,55 @@ static void wide_byte_tile(const Weight *is, const char *panel, Input in, const 
 
 #define ARGUMENTS                                                                                             \
     const Weight *is, const char *panel, int64_t size, Input in, const float *bias, float *y, int64_t width
-#define TILE(M)                                                                                               \
-    static void float_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), FLOATS); } \
-    static void half_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), HALVES); } \
-    static void upper_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), UPPER_HALVES); } \
-    static void pair_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), PAIRS); }
+typedef void (*Tile)(ARGUMENTS);
+#define TILE(name, M, kind) \
+    static void name##_##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), kind); }
 #define BYTE_TILE(M) \
-    static void byte_tile##M(ARGUMENTS) { byte_tile(is, panel, size, in, bias, y, width, M, byte_panels_of(M)); }
-TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+    static void byte_##M(ARGUMENTS) { byte_tile(is, panel, size, in, bias, y, width, M, byte_panels_of(M)); }
+#if REGISTERS == 32
+#define TILES_OF(name, kind)                                                                                        \
+    TILE(name, 1, kind) TILE(name, 2, kind) TILE(name, 3, kind) TILE(name, 4, kind) TILE(name, 5, kind)             \
+    TILE(name, 6, kind) TILE(name, 7, kind) TILE(name, 8, kind) TILE(name, 9, kind) TILE(name, 10, kind)            \
+    TILE(name, 11, kind) TILE(name, 12, kind)                                                                       \
+    const Tile name##_tiles[] = {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8, \
+                                 name##_9, name##_10, name##_11, name##_12};
+#else
+#define TILES_OF(name, kind)                                                                            \
+    TILE(name, 1, kind) TILE(name, 2, kind) TILE(name, 3, kind) TILE(name, 4, kind) TILE(name, 5, kind) \
+    TILE(name, 6, kind)                                                                                 \
+    const Tile name##_tiles[] = {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6};
+#endif
+#if HAS(0)
+TILES_OF(float, FLOATS)
+#endif
+#if HAS(1)
+TILES_OF(half, HALVES)
+#endif
+#if HAS(2)
+TILES_OF(upper, UPPER_HALVES)
+#endif
+#if HAS(3)
+TILES_OF(pair, PAIRS)
+#endif
+#if HAS(4)
 BYTE_TILE(1) BYTE_TILE(2) BYTE_TILE(3)
 #if REGISTERS == 32
-TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
 BYTE_TILE(4) BYTE_TILE(5) BYTE_TILE(6)
+const Tile byte_tiles[] = {0, byte_1, byte_2, byte_3, byte_4, byte_5, byte_6};
+#else
+const Tile byte_tiles[] = {0, byte_1, byte_2, byte_3};
+#endif
 #endif
 
-typedef void (*Tile)(ARGUMENTS);
-static const Tile TILES[5][13] = {
-#if REGISTERS == 32
-    {0, float_tile1, float_tile2, float_tile3, float_tile4, float_tile5, float_tile6, float_tile7, float_tile8,
-     float_tile9, float_tile10, float_tile11, float_tile12},
-    {0, half_tile1, half_tile2, half_tile3, half_tile4, half_tile5, half_tile6, half_tile7, half_tile8, half_tile9,
-     half_tile10, half_tile11, half_tile12},
-    {0, upper_tile1, upper_tile2, upper_tile3, upper_tile4, upper_tile5, upper_tile6, upper_tile7, upper_tile8,
-     upper_tile9, upper_tile10, upper_tile11, upper_tile12},
-    {0, pair_tile1, pair_tile2, pair_tile3, pair_tile4, pair_tile5, pair_tile6, pair_tile7, pair_tile8, pair_tile9,
-     pair_tile10, pair_tile11, pair_tile12},
-    {0, byte_tile1, byte_tile2, byte_tile3, byte_tile4, byte_tile5, byte_tile6},
+#if HAS(0)
+#ifdef UNIT
+static const Tile *TILES[BYTES + 1] = {float_tiles};
 #else
-    {0, float_tile1, float_tile2, float_tile3, float_tile4, float_tile5, float_tile6},
-    {0, half_tile1, half_tile2, half_tile3, half_tile4, half_tile5, half_tile6},
-    {0, upper_tile1, upper_tile2, upper_tile3, upper_tile4, upper_tile5, upper_tile6},
-    {0, pair_tile1, pair_tile2, pair_tile3, pair_tile4, pair_tile5, pair_tile6},
-    {0, byte_tile1, byte_tile2, byte_tile3},
+static const Tile *TILES[BYTES + 1] = {float_tiles, half_tiles, upper_tiles, pair_tiles, byte_tiles};
 #endif
-};
+
+/* Products of this kind use these tiles from now on.  FINE_BYTES: those of BYTES. */
+void give_tiles(int64_t kind, const Tile *tiles) { TILES[kind] = tiles; }
 
 /* Rounds a row to bytes with a scale per group; NaN or infinity gives scales that make the outputs NaN. */
 OF_VECTORS static void round_row(const float *x, int64_t I, int64_t parts, float *scales, uint8_t *bytes) {
@@ -419,4 +449,5 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
     free(memory);
     return 0;
 }
+#endif
 #endif

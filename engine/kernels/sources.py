@@ -5,11 +5,12 @@ Owns: the files, the flags.  Does not know: torch, where a library is kept.  ``h
 
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+Unit = tuple[str, int]  # a source, and a part of it that compilers make alone
 # Without -ffinite-math: NaN and infinity must survive, so that a failed row is noticed.
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 # Sums in cpu.c may be reordered.  The other sources fix the order of their sums, draw.c to the bit.  The tiles of
@@ -24,7 +25,22 @@ SOURCES = {
     "decodes.c": (),
     "draw.c": ("-ffp-contract=off",),
 }
-UNITS = {"blocks.c": 4}  # which several compilers can make at once, each with its number as UNIT
+# The tables of tiles, of which a weight needs those of its kind: UNIT 1 and above of a source, in this order.
+TILES = {
+    "products.c": ("half_tiles", "upper_tiles", "pair_tiles", "byte_tiles"),
+    "blocks.c": (
+        *("plain4", "minimum4", "plain5", "minimum5", "plain8", "super_minimum4", "super_minimum5", "super6"),
+        *("coded4", "zero4", "zero_upper4"),
+    ),
+}
+# The tables of weights that are stored so: as other floats, rounded, or in blocks by ggml's names.
+TABLES = {
+    **{"float16": "half_tiles", "bfloat16": "upper_tiles", "int8": "byte_tiles"},
+    **{"Q4_0": "plain4", "Q4_1": "minimum4", "Q5_0": "plain5", "Q5_1": "minimum5", "Q8_0": "plain8"},
+    **{"Q4_K": "super_minimum4", "Q5_K": "super_minimum5", "Q6_K": "super6", "MXFP4": "coded4"},
+    **dict.fromkeys(("HALF32", "HALF64", "HALF128"), "zero4"),
+    **dict.fromkeys(("UPPER32", "UPPER64", "UPPER128"), "zero_upper4"),
+}
 HEADERS = ("cpu.h", "lanes.h", "vectors.h", "tiles.h")
 # Threads come from torch's OpenMP, which every library of the process finds, so it is not linked again.
 OPENMP = ("-fopenmp",)
@@ -36,26 +52,41 @@ def texts() -> list[bytes]:
     return [(FOLDER / name).read_bytes() for name in (*SOURCES, *HEADERS)]
 
 
-def made(compiler: Sequence[str], flags: Sequence[str], limit_s: float | None = COMPILE_S) -> bytes:
-    """Compile the sources and return the library's bytes.  limit_s: for one source.
+def tables_of(stored: Iterable[str]) -> tuple[str, ...]:
+    """Return the tables for weights that are stored in these ways, each once, in the order of their units."""
+    wanted = {TABLES[one] for one in stored if one in TABLES}
+    return tuple(table for of in TILES.values() for table in of if table in wanted)
+
+
+def units(tables: Sequence[str] = ()) -> list[Unit]:
+    """Return the units with these tables of tiles; without any, those with all that is no such table."""
+    numbers = {table: (name, n) for name, of in TILES.items() for n, table in enumerate(of, 1)}
+    return [numbers[table] for table in tables] or [(name, 0) for name in SOURCES]
+
+
+def made(
+    compiler: Sequence[str], flags: Sequence[str], what: Sequence[Unit], limit_s: float | None = COMPILE_S
+) -> bytes:
+    """Compile units of the sources and return the library's bytes.  limit_s: for one unit.
 
     Raises OSError, SubprocessError."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         library = Path(folder) / "kernels.so"
-        objects: dict[str, tuple[str, ...]] = {}  # made of which source, with its flags
-        for name, own in SOURCES.items():
-            for unit in range(UNITS.get(name, 1)):
-                numbered = (f"-DUNIT={unit}",) if name in UNITS else ()
-                objects[f"{folder}/{name}.{unit}.o"] = (*own, *numbered, "-c", str(FOLDER / name))
+        objects = {f"{folder}/{name}.{number}.o": (name, number) for name, number in what}
         with ThreadPoolExecutor() as compilers:
             running = [
-                compilers.submit(_run, limit_s, *compiler, *FLAGS, *flags, *of, "-o", made_of)
-                for made_of, of in objects.items()
+                compilers.submit(_run, limit_s, *compiler, *FLAGS, *flags, *_of(unit), "-o", made_of)
+                for made_of, unit in objects.items()
             ]
             for one in running:
                 one.result()
         _run(limit_s, *compiler, "-shared", "-s", *objects, "-o", str(library), "-lm")
         return library.read_bytes()
+
+
+def _of(unit: Unit) -> list[str]:
+    name, number = unit
+    return [*SOURCES[name], f"-DUNIT={number}", "-c", str(FOLDER / name)]
 
 
 def _run(limit_s: float | None, *command: str) -> None:

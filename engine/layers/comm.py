@@ -1,5 +1,6 @@
 """The collectives that layers need, as a Protocol, and a stand-in for a group that does not exist."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -40,6 +41,22 @@ class NormingComm(Comm, Protocol):
         """Add the sum of ``part`` over ranks to x in place and return x / sqrt(mean(x^2) + eps) * weight of that.
 
         None, with nothing done, if these sizes are summed otherwise, which is so on every rank or on none."""
+        ...
+
+
+@runtime_checkable
+class ExchangingComm(Comm, Protocol):
+    """A library by which each rank can send something else to each other one.
+
+    exchanges: whether it does now, the same on every rank; not where a run is recorded, whose sizes stay the same."""
+
+    @property
+    def exchanges(self) -> bool: ...
+
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send ``tensor``'s next ``sent[r]`` rows to each rank r; return ``received[r]`` rows of each, in rank order.
+
+        tensor: contiguous.  A rank receives from r as many rows as r sends to it."""
         ...
 
 

@@ -5,7 +5,7 @@ Legend: T new tokens in the step · D model dim · E experts · K experts of a t
 Owns: one product for each expert that has tokens, and the stacked weights of all experts, for a kernel that computes
 them in one launch.  Does not know: how experts are chosen, which model it is in, files.
 Every rank has either a part of every expert, as of a dense MLP, or some whole experts.  Each rank computes its share
-for all tokens, and the shares are summed over ranks.
+for all tokens, and the shares are summed over ranks; those of whole experts perhaps by an exchange (``exchange.py``).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape
-from engine.layers.comm import Comm, NormingComm, Unconnected
+from engine.layers.comm import Comm, ExchangingComm, NormingComm, Unconnected
+from engine.layers.exchange import exchanged_sum
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear, leavable
@@ -86,6 +87,7 @@ class Experts:
         self.shape = shape
         self.comm = comm
         self._sums = comm.size > 1
+        self._exchanging = comm if shape.exchanged and isinstance(comm, ExchangingComm) else None
         self._adds = True  # a token's results
         self.router = Router(shape.router, hidden_size, shape.num_experts, shape.num_chosen, device, dtype)
         place = (hidden_size, comm, device, dtype)
@@ -98,6 +100,9 @@ class Experts:
         ]
         self.first, end = _held(shape, comm)
         self.experts = self.every[self.first : end]
+        self._ends_R = torch.tensor([_held(shape, Unconnected(one, comm.size))[1] for one in range(comm.size)]).to(
+            device
+        )
         pairs = zip(*(expert.linears for expert in self.experts), strict=True)
         self._stacks = [Stack(linears, device, shape.four_bits) for linears in pairs]
         self.on_gpu = device.type == "cuda"
@@ -129,13 +134,20 @@ class Experts:
                 shared_TD *= self._activate(self.shared_gate(x_TD), "sigmoid")
             out_TD += shared_TD
         if self._sums:
-            out_TD = self.comm.all_reduce(out_TD)
+            out_TD = self._summed(out_TD, experts_TK)
         return out_TD if self.beside is None else out_TD.add_(self.beside(x_TD, kernels))
+
+    def _summed(self, part_TD: Tensor, experts_TK: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts."""
+        comm = self._exchanging
+        if comm is None or not comm.exchanges:
+            return self.comm.all_reduce(part_TD)
+        return exchanged_sum(comm, part_TD, torch.bucketize(experts_TK, self._ends_R, right=True))
 
     def leave_sum(self) -> NormingComm | None:
         """Return this rank's summand from now on (``SumLeaver``)."""
         comm = leavable(self.comm)
-        if comm is None or self.beside is not None:
+        if comm is None or self.beside is not None or self._exchanging is not None:
             return None
         self._sums = False
         return comm
@@ -232,8 +244,9 @@ def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
     if not shape.divided:
         return 0, total
     if total < comm.size:
+        how = "exchanged" if shape.exchanged else "divided"
         raise ConfigError(
-            f'model.experts="divided": {total} experts are too few for {comm.size} ranks; set it to "cut", or '
+            f'model.experts="{how}": {total} experts are too few for {comm.size} ranks; set it to "cut", or '
             f"device.tensor_parallel to {total} or less"
         )
     each, more = divmod(total, comm.size)

@@ -4,9 +4,11 @@ Owns: that order, and the type by which linear layers know that they must not su
 their own sums begin at a rank that depends on an element's place.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, ExchangingComm
 
 
 class OrderedComm:
@@ -30,6 +32,16 @@ class OrderedComm:
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Concatenate every rank's ``tensor`` along ``dim``."""
         return self._comm.all_gather(tensor, dim)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the wrapped library does; an exchange adds nothing up."""
+        return isinstance(self._comm, ExchangingComm) and self._comm.exchanges
+
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Exchange rows by the wrapped library."""
+        assert isinstance(self._comm, ExchangingComm), "the library has no all_to_all"
+        return self._comm.all_to_all(tensor, sent, received)
 
     def close(self) -> None:
         """Close the wrapped group."""

@@ -71,6 +71,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     for either.
     The next are for attention backends.  head_sizes, page_sizes: lists or {"multiple_of": ..., "at_most": ...}.
     heads_per_kv_head: ratios of query heads to KV heads.  It and head_sizes do not apply to latents.
+    latent_sizes: (latent, rotated part) that it takes.
     window: whether it computes sliding windows.  supports: other features of ``AttentionSpec``: 'soft_cap', 'sinks',
     'layer_windows' (``full_layers``), 'latents', 'chunks'.  phases: those that it serves, 'prefill' and 'decode'.
     kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
@@ -96,6 +97,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     head_sizes: Sizes = ()
     page_sizes: Sizes = ()
     heads_per_kv_head: Sizes = ()
+    latent_sizes: tuple[tuple[int, int], ...] = ()
     window: bool = True
     supports: tuple[Feature, ...] = ()
     phases: tuple[Phase, ...] = ("prefill", "decode")
@@ -164,6 +166,9 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 ("head size", context.head_size, self.head_sizes),
                 ("ratio of query heads to KV heads", ratio, self.heads_per_kv_head),
             )
+        elif self.latent_sizes and context.head_size and context.head_size not in map(sum, self.latent_sizes):
+            taken = " or ".join(f"{latent} + {rotated}" for latent, rotated in self.latent_sizes)
+            reasons.append(f"latents of {context.head_size} numbers, it takes {taken}")
         if context.window and not self.window:
             reasons.append(f"a sliding window of {context.window} tokens, it does none")
         if lacking := [FEATURES[need] for need in context.needs if need not in self.supports]:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
-from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.shape import DecoderShape, ExpertsShape
 from engine.plugins.declaration import Declaration
 from engine.plugins.features import checkpoint_features
 from engine.plugins.hookspecs import ModelContext
@@ -47,8 +47,8 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
     shapes = partial(read_shape, section or PluginsSection())
     id_of = partial(token_id, Path(model.tokenizer or directory))
     spec = read_spec(directory, shapes, tokens, id_of, checkpoint_features())
-    if model.experts == "divided":
-        spec = replace(spec, shape=_with_divided_experts(spec))
+    if model.experts != "cut":
+        spec = replace(spec, shape=_with_divided_experts(spec, model.experts))
     return spec
 
 
@@ -65,13 +65,19 @@ def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> De
     return plugins.build(info.name, ModelContext(declared_name, fields), DecoderShape)
 
 
-def _with_divided_experts(spec: ModelSpec) -> DecoderShape:
-    """Return the shape of a model whose ranks hold whole experts."""
+def _with_divided_experts(spec: ModelSpec, how: str) -> DecoderShape:
+    """Return the shape of a model whose ranks hold whole experts.  how: as in ``model.experts``."""
     if not spec.shape.experts:
         through = " through transformers" if spec.shape.built_by != DecoderShape.built_by else ""
         what = f"{spec.architecture}{through} has no experts that ranks could divide"
-        raise ConfigError(f'model.experts="divided": {what}; set it to "cut"')
-    return spec.shape.with_experts(divided=True)
+        raise ConfigError(f'model.experts="{how}": {what}; set it to "cut"')
+    exchanged = how == "exchanged"
+    if exchanged and any(isinstance(one.mlp, ExpertsShape) and one.mlp.shared_size for one in spec.shape.layers):
+        raise ConfigError(
+            f'model.experts="exchanged": every rank has a result of the shared expert of {spec.architecture} for every '
+            'token, so a sum sends less; set it to "divided" or "cut"'
+        )
+    return spec.shape.with_experts(divided=True, exchanged=exchanged)
 
 
 def list_families(section: PluginsSection) -> list[ListedFamily]:

@@ -33,7 +33,7 @@ TOOL_PARSER: Final = "tool_parser"
 
 # fmt: off
 _OWN = (
-    _kind(ATTENTION, "attention_backend", "flash_attn flashinfer tiles torch triton xqa"),
+    _kind(ATTENTION, "attention_backend", "flash_attn flash_mla flashinfer tiles torch triton xqa"),
     _kind("comm", "comm", "local pynccl symmetric torch", default="local", because="there is one rank"),
     _kind("eviction", "eviction_strategy", "fifo lease lfu lru priority s3fifo slru", decides=True,
           default="lru", because="needs no tuning"),

@@ -29,7 +29,7 @@ HOOK = KINDS[ATTENTION].hook
 BOTH: tuple[Phase, ...] = ("prefill", "decode")
 # Fastest first; a name that is not in this callboard, or cannot run here, is skipped.
 PREFERRED: Mapping[str, tuple[str, ...]] = {
-    "cuda": ("flashinfer", "flash_attn", "triton", "xqa", "torch"),
+    "cuda": ("flashinfer", "flash_mla", "flash_attn", "triton", "xqa", "torch"),
     "cpu": ("torch",),
 }
 # The same for contexts that require invariant results.

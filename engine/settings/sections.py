@@ -44,9 +44,9 @@ class ModelSection(Section, frozen=True):
         "'none', which loses nothing; 'float16', 'bfloat16' and 'int8' on a CPU, 'int8', 'fp8' and 'int4' on a GPU, "
         "or a type of a plugin", changed="executors"
     )] = "auto"
-    experts: Annotated[Literal["cut", "divided"], key(
-        "How ranks share a mixture of experts: each holds a part of every expert ('cut'), or whole experts ('divided')",
-        changed="executors"
+    experts: Annotated[Literal["cut", "divided", "exchanged"], key(
+        "How ranks share a mixture of experts: each holds a part of every expert ('cut'), or whole ones ('divided'); "
+        "'exchanged' is that, and a rank sends only the results that its experts have", changed="executors"
     )] = "cut"
     numerics: Annotated[Literal["fast", "invariant"], key(
         "'invariant': a request gets the same tokens and log probabilities, to the bit, whatever else runs; "

@@ -29,7 +29,7 @@ from engine.graphs.rank import RankGraphs, StepParts
 from engine.host.kept_results import KeptResults
 from engine.host.stages import Stages
 from engine.kernels.cpu import CPUKernels, cpu_kernels
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, ExchangingComm
 from engine.layers.kv_pool import KVPool
 from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import Linears, RowKeeper
@@ -39,7 +39,7 @@ from engine.models.loader import load_model
 from engine.models.model import Model, build_model
 from engine.plugins.attention.settings import AttentionSettings
 from engine.plugins.hookspecs import CommContext
-from engine.plugins.kinds import LOGITS_PROCESSOR
+from engine.plugins.kinds import LOGITS_PROCESSOR, named
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import NOT_MEASURED
@@ -304,6 +304,7 @@ def _context(
         states=states,
         reload=loaded.reload,
         given=given,
+        graphs=start.graphs,
     )
 
 
@@ -408,7 +409,24 @@ def _check_device(config: Config, device: torch.device) -> None:
 
 def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, rendezvous: str) -> Comm:
     context = CommContext(rank, config.device.tensor_parallel, device.type, rendezvous)
-    return plugins.build(plugins.names["comm"], context, Comm)
+    name = comm_name(config, plugins, context)
+    comm = plugins.build(name, context, Comm)
+    if config.model.experts == "exchanged" and not isinstance(comm, ExchangingComm):
+        raise ConfigError(f'model.experts="exchanged": {name} has no all_to_all; set it to "divided", or plugins.comm')
+    return comm
+
+
+def comm_name(config: Config, plugins: Plugins, context: CommContext) -> str:
+    """Return the communication library's full name.
+
+    'auto' sums in memory that GPUs share where ranks meet in a file, as those of one machine do; that library tries the
+    memory first, and is as 'torch' without it.  Options of 'torch' are a wish for 'torch'."""
+    name, shared = plugins.names["comm"], "comm.symmetric"
+    one_machine = context.size > 1 and context.device == "cuda" and context.rendezvous.startswith("file:")
+    if named(config.plugins, "comm") == "auto" and one_machine and name not in plugins.options:
+        log.info("plugin: %s (auto: ranks are GPUs of one machine)", shared)
+        return plugins.load(shared).name
+    return name
 
 
 def _own_grammars(start: Start) -> Grammars | None:

@@ -79,7 +79,8 @@ class PoolMaker:
         # Only now: the plugins that 'auto' has chosen are loaded by this time.
         start.graphs.break_at([name for one in start.plugins.declarations.values() for name in one.graph_breaks])
         others = {name: model for feature in self._features for name, model in feature.models().items()}
-        return StepParts(self._model, pool, backend, self._rows, self._sampler, self._states, others)
+        samples = 1 + self._more_samples
+        return StepParts(self._model, pool, backend, self._rows, self._sampler, self._states, others, samples)
 
     @property
     def _page_bytes(self) -> int:

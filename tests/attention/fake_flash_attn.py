@@ -31,8 +31,12 @@ class FakeFlashAttention:
         self.scheduled_dtypes: set[torch.dtype] = set()
 
     def _bind(self, generation: int, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name.  Raises TypeError if a library of that generation would not take them."""
+        """The arguments of a call by name.  Raises TypeError if a library of that generation would not take them.
+
+        Only SGLang's build is ever given sinks."""
         offers = offered(generation, function)
+        if "sinks" in kwargs:
+            offers = [name for name in offers if name[0] == "sgl_kernel.flash_attn"]
         self.made |= {call_of(name, args, kwargs) for name in offers}
         first, *_ = [recorded(name).bind(*args, **kwargs).arguments for name in offers]
         return dict(first)
@@ -59,6 +63,12 @@ class FakeFlashAttention:
         metadata = call["scheduler_metadata"]
         if call["q"].dtype == torch.float8_e4m3fn:
             assert call["q"].shape[-1] % 16 == 0
+        if "qv" in call:
+            assert call["q"].dtype == call["qv"].dtype
+            assert call["q"].dtype != torch.float8_e4m3fn
+            assert call["q"].shape[-1] <= 64
+            assert call["k_cache"].shape[-2:] == (1, call["q"].shape[-1])
+            assert call["qv"].shape[-1] == call["v_cache"].shape[-1]
         if metadata is not None:
             width = call["page_table"].shape[1] * call["k_cache"].shape[1]
             assert metadata.tolist() == _metadata(
@@ -75,6 +85,7 @@ class FakeFlashAttention:
         call = self._bind(3, "get_scheduler_metadata", args, kwargs)
         self.calls.append(("metadata", call))
         assert call["causal"] is True
+        assert call["headdim"] <= 256 >= call["headdim_v"] or (call["headdim"] <= 64 and call["headdim_v"] <= 512)
         self.scheduled_dtypes.add(call["qkv_dtype"])
         assert call["batch_size"] == len(call["cache_seqlens"])
         numbers = _metadata(
@@ -108,7 +119,11 @@ class FakeFlashAttention:
         assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
         assert q_TNH.dtype == keys.dtype == values.dtype, "queries, keys and values of one type"
         is_float8 = q_TNH.dtype == torch.float8_e4m3fn
-        out_TNH = torch.empty(q_TNH.shape, dtype=torch.bfloat16 if is_float8 else q_TNH.dtype)
+        if "qv" in call:
+            assert call["qv"].stride(-1) == 1
+            q_TNH, keys = torch.cat((q_TNH, call["qv"]), -1), torch.cat((keys, values), -1)
+        out_shape = (*q_TNH.shape[:2], values.shape[-1])
+        out_TNH = torch.empty(out_shape, dtype=torch.bfloat16 if is_float8 else q_TNH.dtype)
         q_TNH, keys, values = (x.float() if is_float8 else x for x in (q_TNH, keys, values))
         for row, length in enumerate(lengths_B.tolist()):
             own = table_BP[row, : -(-length // page_size)].long()
@@ -118,7 +133,8 @@ class FakeFlashAttention:
                 position = length - (last - place)
                 begin = max(0, position - left) if left >= 0 else 0
                 visible = slice(begin, position + 1)
-                out_TNH[place] = attend(q_TNH[place], keys_LGH[visible], values_LGH[visible], call["softmax_scale"])
+                seen = keys_LGH[visible], values_LGH[visible]
+                out_TNH[place] = attend(q_TNH[place], *seen, call["softmax_scale"], call.get("sinks"))
         return out_TNH
 
 

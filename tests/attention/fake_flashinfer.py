@@ -21,10 +21,13 @@ PLAN_BYTES = 8 << 20
 MAX_GRID = 12  # blocks that the fake GPU runs at once: with so many rows x heads no sequence is split
 
 
-def attend(q_NH: Tensor, keys_LGH: Tensor, values_LGH: Tensor, scale: float) -> Tensor:
+def attend(q_NH: Tensor, keys_LGH: Tensor, values_LGH: Tensor, scale: float, sinks_N: Tensor | None = None) -> Tensor:
     group = len(q_NH) // keys_LGH.shape[1]
     keys_LNH, values_LNH = (x.double().repeat_interleave(group, 1) for x in (keys_LGH, values_LGH))
-    weights_NL = torch.einsum("nh,lnh->nl", q_NH.double(), keys_LNH).mul(scale).softmax(-1)
+    scores_NL = torch.einsum("nh,lnh->nl", q_NH.double(), keys_LNH).mul(scale)
+    if sinks_N is not None:
+        scores_NL = torch.cat((scores_NL, sinks_N.double()[:, None]), -1)
+    weights_NL = scores_NL.softmax(-1)[:, : len(keys_LNH)]
     return torch.einsum("nl,lnh->nh", weights_NL, values_LNH).to(q_NH.dtype)
 
 

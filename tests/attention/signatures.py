@@ -6,6 +6,7 @@ machine, and to the library itself where it is installed.  To record again, from
     python -m tests.attention.signatures flashinfer=0.7.2.post1
     python -m tests.attention.signatures flash_attn=2.8.3.post1 --path flash-attention
     python -m tests.attention.signatures flash_attn_interface=3.0.0 --path flash-attention/hopper
+    python -m tests.attention.signatures flash_mla=1.0.0 --path FlashMLA
 
 Owns: reading signatures from source text, which imports nothing, and the file.  Does not know: who calls what.
 """

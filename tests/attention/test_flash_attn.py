@@ -290,6 +290,28 @@ def test_page_rules():
     assert max(FA3_KEY_TILES) == 256
 
 
+def test_latents_and_sinks_are_for_the_builds_that_have_them(installed: Any):
+    latents = replace(HOPPER, head_size=576, needs=("latents",))
+    assert not refusal(3, latents)
+    assert "multiple of 64 tokens" in refusal(3, replace(latents, page_size=64))
+    assert not refusal(3, replace(latents, page_size=64, whole_pages=True))
+    assert not refusal(3, replace(latents, page_size=64, head_size=320))
+    assert "multiple of 112 tokens" in refusal(3, replace(latents, page_size=112, head_size=320))
+    assert "latents in 16 bits alone" in refusal(3, replace(latents, kv_dtype="fp8_e4m3"))
+    sinks = replace(HOPPER, needs=("layer_windows", "sinks"))
+    for situation in (latents, sinks):
+        assert refusal(2, replace(situation, page_size=256)) == "FA2 has no latents and no sinks"
+    installed.add_fa3("flash_attn_interface")
+    library, reasons = find((3,), sinks)
+    assert library is None
+    assert reasons[0] == "flash_attn_interface has no attention sinks"
+    assert find((3,), latents)[0] is not None
+    installed.add_fa3("sgl_kernel.flash_attn")
+    library, _ = find((3,), sinks)
+    assert library is not None
+    assert library.module == "sgl_kernel.flash_attn"
+
+
 @pytest.mark.parametrize(("generation", "page_size"), [(2, 256), (3, 16)])
 def test_the_hook_gives_a_factory_that_tries_every_kernel_out(installed: Any, generation: int, page_size: int):
     (installed.add_fa2 if generation == 2 else installed.add_fa3)()
@@ -366,7 +388,8 @@ def test_options_have_the_documented_defaults():
 
 # ---- signatures ----------------------------------------------------------------------------------
 
-NAMES = [name for library in ("flash_attn", "flash_attn_interface", "sgl_kernel") for name in names(library)]
+LIBRARIES = ("flash_attn", "flash_attn_interface", "sgl_kernel")
+NAMES = [name for one in LIBRARIES for name in names(one) if name[0] != "sgl_kernel.flash_mla"]
 
 
 def every_call() -> set[Call]:

@@ -17,6 +17,7 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flash_attn.backend import FlashAttention
 from engine.plugins.attention.flash_attn.kernels import FA2, FA3
 from engine.plugins.attention.flash_attn.libraries import FA2_PAGE
+from engine.plugins.attention.flash_mla import FlashMLAAttention
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
 from engine.plugins.attention.flashinfer.kernels import Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
@@ -29,6 +30,7 @@ from engine.plugins.support.paging import windows_of
 from engine.plugins.testing.attention_cases import attention_cases
 from tests.attention.fake_device import FakeStream
 from tests.attention.fake_flash_attn import FakeFlashAttention
+from tests.attention.fake_flash_mla import FakeFlashMLA
 from tests.attention.fake_flashinfer import fake_flashinfer
 
 NUM_SMS = 8
@@ -84,6 +86,10 @@ def xqa(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
     return AtOnce(XQAAttention(fake_flashinfer(stream), spec, pool), stream)
 
 
+def flash_mla(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+    return FlashMLAAttention(FakeFlashMLA(), spec, pool)  # type: ignore[arg-type]
+
+
 BACKENDS: dict[str, tuple[str, AttentionFactory, tuple[int, ...]]] = {
     "flashinfer": ("attention.flashinfer", partial(flashinfer, False), (1, 16, 64)),
     "flashinfer by tensor cores": ("attention.flashinfer", partial(flashinfer, True), (1, 16, 64)),
@@ -91,6 +97,7 @@ BACKENDS: dict[str, tuple[str, AttentionFactory, tuple[int, ...]]] = {
     "flash_attn fa3": ("attention.flash_attn", fa3, (1, 16, 64)),
     "flash_attn fa3, invariant": ("attention.flash_attn", fa3_invariant, (16,)),
     "flash_attn fa2": ("attention.flash_attn", fa2, (FA2_PAGE,)),
+    "flash_mla": ("attention.flash_mla", flash_mla, (64,)),
 }
 MAX_QUERIES = 300  # of a case with pages of 256 tokens: the stand-in computes one query at a time
 
@@ -101,6 +108,8 @@ def cases() -> Iterator[tuple[str, AttentionCase]]:
         assert declared is not None
         for case in attention_cases(msgspec.structs.replace(declared, page_sizes=page_sizes)):
             num_queries = sum(count for rows, segments in case.steps for _, count in (*rows, *segments))
+            if name == "flash_attn fa2" and (case.latent_size or case.sinks):
+                continue  # it refuses these at the start
             if case.page_size < FA2_PAGE or num_queries <= MAX_QUERIES:
                 yield name, case
 
@@ -114,4 +123,15 @@ def test_every_backend_has_cases_of_decode_rows_and_of_prompts():
     for name in BACKENDS:
         steps = [step for one, case in cases() if one == name for step in case.steps]
         assert any(rows for rows, _ in steps), name
-        assert any(segments for _, segments in steps) == (name != "xqa"), name
+        assert any(segments for _, segments in steps) == (name not in ("xqa", "flash_mla")), name
+
+
+def test_a_backend_for_latents_alone_has_no_other_cases():
+    found = [case for name, case in cases() if name == "flash_mla"]
+    assert {(case.head_size, case.latent_size) for case in found} == {(576, 512)}
+    assert {case.name for case in found} == {"decode", "one row", "mixed", "padded decode"}
+    assert {(case.head_size, case.latent_size) for name, case in cases() if name == "flash_attn fa3"} >= {
+        (576, 512),
+        (320, 256),
+        (64, 0),
+    }

@@ -23,7 +23,7 @@ from engine.layers.attention import AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 from engine.plugins import selection
-from engine.plugins.attention import flash_attn, flashinfer, xqa
+from engine.plugins.attention import flash_attn, flash_mla, flashinfer, xqa
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
 from engine.plugins.attention.flashinfer.kernels import Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
@@ -35,6 +35,7 @@ from engine.startup.race import AttentionRace
 from tests.attention.fake_device import FakeStream
 from tests.attention.fake_flashinfer import fake_flashinfer
 from tests.attention.test_kit_with_fakes import NUM_SMS, fa2, fa3
+from tests.attention.test_kit_with_fakes import flash_mla as fake_flash_mla
 from tests.benchmarks.planned_attention import PlannedTorchAttention
 from tests.graphs.engines import EngineDevice, install
 from tests.startup.in_this_process import InThisProcess
@@ -116,7 +117,15 @@ def _install_libraries(patch: pytest.MonkeyPatch) -> None:
     def xqa_hook(context: AttentionContext) -> AttentionFactory:
         return partial(XQAAttention, library)
 
-    for plugin, hook in ((flashinfer, flashinfer_hook), (flash_attn, flash_attn_hook), (xqa, xqa_hook)):
+    def flash_mla_hook(context: AttentionContext) -> AttentionFactory:
+        return fake_flash_mla
+
+    for plugin, hook in (
+        (flashinfer, flashinfer_hook),
+        (flash_attn, flash_attn_hook),
+        (flash_mla, flash_mla_hook),
+        (xqa, xqa_hook),
+    ):
         patch.setattr(plugin, "callboard_attention_backend", hook)
         declared = {key: value for key, value in plugin.CALLBOARD_PLUGIN.items() if key not in ("devices", "packages")}
         patch.setattr(plugin, "CALLBOARD_PLUGIN", declared)

@@ -15,8 +15,9 @@
 #define INVALID_ARGUMENT 4
 
 typedef struct { char internal[128]; } UniqueId;
-typedef struct { pthread_barrier_t barrier; int used, size; const void *sent[MAX_RANKS]; } Group;
-typedef struct { Group *group; int rank; } Comm;
+typedef struct { pthread_barrier_t barrier; int used, size; const void *sent[MAX_RANKS]; void *comms[MAX_RANKS]; } Group;
+typedef struct { const void *from; size_t bytes; } Parcel;
+typedef struct { Group *group; int rank; Parcel sent[MAX_RANKS]; void *into[MAX_RANKS]; size_t wanted[MAX_RANKS]; } Comm;
 
 static Group groups[MAX_GROUPS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -115,4 +116,42 @@ int ncclAllGather(const void *sent, void *received, size_t count, int type, Comm
     for (int rank = 0; rank < group->size; rank++) memcpy((char *)received + rank * bytes, group->sent[rank], bytes);
     pthread_barrier_wait(&group->barrier);
     return SUCCESS;
+}
+
+/* A rank's sends and receives are complete when its group of calls ends; outside one they fail. */
+static __thread int grouped;
+static __thread Comm *exchanging;
+
+int ncclGroupStart(void) { grouped = 1; exchanging = NULL; return SUCCESS; }
+
+int ncclSend(const void *sent, size_t count, int type, int peer, Comm *comm, void *stream) {
+    if (stream == BAD_STREAM) return fail(SYSTEM_ERROR, "the network is down");
+    if (!grouped || peer < 0 || peer >= comm->group->size) return fail(INVALID_ARGUMENT, "not in a group, or no such rank");
+    comm->sent[peer] = (Parcel){sent, count * size_of(type)};
+    exchanging = comm;
+    return SUCCESS;
+}
+
+int ncclRecv(void *received, size_t count, int type, int peer, Comm *comm, void *stream) {
+    if (!grouped || peer < 0 || peer >= comm->group->size) return fail(INVALID_ARGUMENT, "not in a group, or no such rank");
+    comm->into[peer] = received;
+    comm->wanted[peer] = count * size_of(type);
+    return SUCCESS;
+}
+
+int ncclGroupEnd(void) {
+    Comm *comm = exchanging;
+    int result = SUCCESS;
+    grouped = 0;
+    if (!comm) return SUCCESS;
+    Group *group = comm->group;
+    group->comms[comm->rank] = comm;
+    pthread_barrier_wait(&group->barrier);
+    for (int rank = 0; rank < group->size; rank++) {
+        Parcel parcel = ((Comm *)group->comms[rank])->sent[comm->rank];
+        if (parcel.bytes != comm->wanted[rank]) result = fail(INVALID_ARGUMENT, "ranks disagree on a size");
+        else memcpy(comm->into[rank], parcel.from, parcel.bytes);
+    }
+    pthread_barrier_wait(&group->barrier);
+    return result;
 }

@@ -100,9 +100,10 @@ def test_and_in_processes_of_their_own(checkpoint: Checkpoint, family: str, num_
 
 
 @pytest.mark.slow
-def test_experts_divided_among_processes(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize(("num_ranks", "how"), [(2, "divided"), (2, "exchanged"), (4, "exchanged")])
+def test_experts_divided_among_processes(checkpoint: Checkpoint, num_ranks: int, how: str) -> None:
     directory, expected = checkpoint("qwen3-moe")
-    with engine(directory, 2, "process", experts="divided") as llm:
+    with engine(directory, num_ranks, "process", experts=how) as llm:
         assert generated(llm, GREEDY) == expected
 
 

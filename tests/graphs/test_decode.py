@@ -437,7 +437,8 @@ def test_inputs_by_torch_pass_over_padding():
     lengths_R = torch.tensor([4, 9], dtype=torch.int32)
     columns = torch.full((4, 3), 99)
     inputs = DecodeInputs(*columns, torch.zeros(3, dtype=torch.int32), torch.full((3, 3), 99, dtype=torch.int32))
-    torch_inputs.fill_inputs(torch.tensor([1, -1, 0]), tokens_RM, pages_RP, lengths_R, 4, 12, inputs)
+    own = torch.full((3,), -1)
+    torch_inputs.fill_inputs(torch.tensor([1, -1, 0]), own, tokens_RM, pages_RP, lengths_R, 4, 12, inputs)
     assert columns.tolist() == [[19, 0, 4], [9, 0, 4], [9 * 4 + 1, 12 * 4, 8 * 4], [20, -1, 5]]
     assert inputs.lengths_B.tolist() == [10, 1, 5]
     assert inputs.page_table_BW.tolist() == [[5, 6, 9], [12, 12, 12], [7, 8, 0]]

@@ -191,7 +191,7 @@ def inputs(dtype: torch.dtype) -> None:
     rows_B = torch.zeros(2, dtype=torch.int64)
     table = torch.zeros((4, 100), dtype=torch.int32)
     filled = DecodeInputs(*torch.zeros((4, 2), dtype=torch.int64), table[:2, 0], torch.zeros((2, 5), dtype=torch.int32))
-    fill_inputs(rows_B, table, table, torch.zeros(4, dtype=torch.int32), 16, 9, filled)
+    fill_inputs(rows_B, rows_B, table, table, torch.zeros(4, dtype=torch.int32), 16, 9, filled)
     write_tokens(rows_B, rows_B, table)
     ints = torch.zeros(8, dtype=torch.int32)
     list_pages(table, ints[:4], 16, ints[:5], ints[:4], table.flatten())

@@ -221,7 +221,7 @@ def test_the_second_start_compiles_nothing_without_a_home_either(monkeypatch, ke
         (path,) = (tmp_path / f"callboard-{os.getuid()}" / "kernels").iterdir()
         assert path.read_bytes()[1:4] == b"ELF"
     else:
-        monkeypatch.setattr("engine.kernels.compiled.writable_folder", lambda _: None)
+        monkeypatch.setattr("engine.kernels.library.writable_folder", lambda _: None)
     monkeypatch.setattr("engine.kernels.sources.made", lambda *_: pytest.fail("compiled again"))
     assert cpu_kernels() is not None
 

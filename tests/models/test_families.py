@@ -47,9 +47,10 @@ by `python -m tests.models.test_families`.
   experts of gpt-oss are read in MXFP4, as they are published, and in floats. Those in MXFP4 stay in 4 bits, on CPUs too
   ([checkpoints.md](checkpoints.md#quantized-weights)).
 - With several ranks each has a part of every expert; `model.experts = "divided"` gives each some of the experts whole,
-  which keeps products large. Every rank has every token's state, so nothing but the sum of what they computed is
-  exchanged, as without it: tokens are not sent to and fro (no all-to-all). What is served through transformers has no
-  experts to divide.
+  which keeps products large. Every rank has every token's state, so no token is sent to an expert. With
+  `"exchanged"` a rank sends only the results that it has, by an all-to-all, to the rank that adds them up (not in
+  captured steps, and not with an expert that takes all tokens); a sum sends zeros too. What is served through
+  transformers has no experts to divide.
 - Recurrent layers keep a state of a fixed size for each running request, as
   [recurrent_layers.md](recurrent_layers.md) says: short convolutions (LFM2), the gated delta rule (Qwen3-Next,
   Qwen3.5, OLMo hybrid, Kimi-Linear), Mamba 2 (Granite 4, Nemotron-H, Falcon-H1, Bamba), lightning attention

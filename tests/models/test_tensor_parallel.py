@@ -1,5 +1,7 @@
 """A model cut over ranks is the same model: logits, dummy weights, and what cannot be cut."""
 
+from typing import Literal
+
 import pytest
 import torch
 from msgspec import structs
@@ -82,11 +84,24 @@ def test_ranks_that_add_nothing_up_give_the_bits_of_one(cases: Cases, variant: s
         assert all(torch.equal(logits, expected) for logits in on_ranks(size, work))
 
 
-@pytest.mark.parametrize(("variant", "size"), [("qwen3-moe", 2), ("mixtral", 2), ("gpt-oss", 4), ("deepseek-v3", 2)])
-def test_ranks_that_divide_experts_give_the_logits_of_the_whole_model(cases: Cases, variant: str, size: int):
+@pytest.mark.parametrize(
+    ("variant", "size", "how"),
+    [
+        ("qwen3-moe", 2, "divided"),
+        ("mixtral", 2, "divided"),
+        ("gpt-oss", 4, "divided"),
+        ("deepseek-v3", 2, "divided"),
+        ("qwen3-moe", 4, "exchanged"),
+        ("mixtral", 2, "exchanged"),
+        ("gpt-oss", 4, "exchanged"),
+    ],
+)
+def test_ranks_that_divide_experts_give_the_logits_of_the_whole_model(
+    cases: Cases, variant: str, size: int, how: Literal["divided", "exchanged"]
+):
     """Each reads its own ones alone.  Five experts of Mixtral and gpt-oss: the first ranks have one more."""
     case = cases[variant]
-    spec = read_model(case.directory, model=ModelSection(experts="divided"))
+    spec = read_model(case.directory, model=ModelSection(experts=how))
     tokens = random_tokens(20, 5)
     num_experts = next(one.mlp for one in spec.shape.layers if isinstance(one.mlp, ExpertsShape)).num_experts
 
@@ -113,6 +128,9 @@ def test_experts_that_cannot_be_divided_are_refused(cases: Cases):
     section = ModelSection(experts="divided")
     with pytest.raises(ConfigError, match='"divided": LlamaForCausalLM has no experts that ranks could divide; set it'):
         read_model(cases["llama"].directory, model=section)
+    exchanged = ModelSection(experts="exchanged")
+    with pytest.raises(ConfigError, match='"exchanged": every rank has a result of the shared expert of Deep'):
+        read_model(cases["deepseek-v3"].directory, model=exchanged)
     shape = read_model(cases["mixtral"].directory, model=section).shape.layers[0].mlp
     with pytest.raises(ConfigError, match=r'"divided": 5 experts are too few for 8 ranks; set it to "cut", or dev'):
         build(FeedForward, shape, 64, Unconnected(0, 8), torch.device("meta"), torch.float32)

@@ -130,7 +130,7 @@ def test_latents_are_declared_by_name_whatever_sizes_keys_may_have() -> None:
     without = "the model needs values that are a part of their keys (latent attention), which it does not do"
     assert narrow.misfits(told) == [without]
     assert msgspec.structs.replace(narrow, supports=("latents",)).misfits(told) == []
-    for library in ("flashinfer", "flash_attn"):
+    for library in ("flashinfer", "xqa"):
         declared = read_declaration(BUILTIN[f"attention.{library}"])
         assert declared is not None
         assert without in declared.misfits(told)

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -465,6 +465,18 @@ class OwnRounding(ThreadComm):
         return tensor.copy_(sum(parts[self.rank :] + parts[: self.rank], torch.zeros_like(tensor)))
 
 
+class RowsInOtherOrder(ThreadComm):
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return super().all_to_all(tensor, sent, received).flip(0)
+
+
+class ExchangeInPlace(ThreadComm):
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        rows = super().all_to_all(tensor, sent, received)
+        tensor.zero_()
+        return rows
+
+
 class ClosesOnce(ThreadComm):
     closed = False
 
@@ -486,6 +498,8 @@ class Hangs(ThreadComm):
         (OwnOrder, "not every rank's part in rank order"),
         (LastDim, "its shape is"),
         (OwnRounding, "not the same to the bit on ranks 0 and"),
+        (RowsInOtherOrder, "not every rank's rows for this one"),
+        (ExchangeInPlace, "all_to_all of float32: it changed its input"),
         (ClosesOnce, "close twice: closed before"),
         (Hangs, r"ranks \[1\] were not done"),
     ],

@@ -222,12 +222,12 @@ def product(dice: Random) -> None:
     x_TI, odd_T = x_TJ[:, :inputs], spoiled(dice, x_TJ)
     bias_O = torch.randn(outputs) if dice.random() < 0.5 else None
     found_TO = _with_little_memory(dice, lambda: weight(x_TI, bias_O))
+    if kind is PanelKind.PAIRS:  # both factors are rounded, and only then multiplied
+        x_TI, weight_OI = x_TI.bfloat16(), weight_OI.bfloat16()
     expected_TO = x_TI.double() @ weight_OI.double().T + (0 if bias_O is None else bias_O.double())
-    terms_TO = x_TI.double().abs() @ weight_OI.double().abs().T + 1
+    terms_TO = x_TI.double().abs() @ weight_OI.double().abs().T + 1  # numbers near 0 may be 0
     bound_TO = terms_TO * inputs * 2**-23
-    if kind is PanelKind.PAIRS:
-        bound_TO += terms_TO * 2**-7.9  # half a unit of 8 bits of each factor; numbers near 0 may be 0
-    elif kind >= PanelKind.BYTES:
+    if kind >= PanelKind.BYTES:
         bound_TO = _rounded_by(x_TI, weight_OI, kind) + terms_TO * 1e-5
     plain_TO = ~odd_T[:, None] & ~odd_O & (terms_TO < 1e37)
     close(found_TO[plain_TO], expected_TO[plain_TO], bound_TO[plain_TO])

@@ -85,6 +85,7 @@ def test_a_gguf_file_is_looked_at_as_a_start_does(tmp_path: Path, monkeypatch: p
     write(path, build("llama"), tokenizer=True)
     found = findings(model={"path": str(path)}, device={"kind": "cpu"})
     assert [found[what].verdict for what in ("model", "weights")] == ["good", "good"]
+    assert found["model"].found.startswith(f"{path}: ")
     assert "to load" in found["weights"].found
     assert "tokenizer" not in found
     monkeypatch.setattr(preview, "free_bytes", lambda device: 1)

@@ -83,16 +83,21 @@ ReadPart = tuple[_AdapterPlace, Tensor, Tensor]
 class RankAdapters:
     """Slots for adapters next to the packed weights of a decoder.  num_slots: adapters at once.
 
+    max_tokens: of a step.
+
     Raises MemoryError, or torch's error for it, if there is no room for the slots."""
 
-    def __init__(self, decoder: Decoder, comm: Comm, num_slots: int, max_rank: int, max_rows: int) -> None:
+    def __init__(
+        self, decoder: Decoder, comm: Comm, num_slots: int, max_rank: int, max_rows: int, max_tokens: int
+    ) -> None:
         self._comm = comm
         self._names = decoder.shape.names
         self._dtype = decoder.dtype
         self._device = decoder.device
         self._slot_of_row = np.zeros(max_rows, dtype=np.int64)
         self._num_slots = num_slots
-        self._sent_M = torch.full((max_rows,), -1, dtype=torch.int64, device=decoder.device)
+        # Rows that are verified have several tokens in a captured step.
+        self._sent_M = torch.full((max(max_rows, max_tokens),), -1, dtype=torch.int64, device=decoder.device)
         self._sent = b""
         self._lost: dict[int, str] = {}
         self.reader = AdapterReader(self._read, comm.rank)
@@ -190,7 +195,7 @@ class RankAdapters:
     def send(self) -> None:
         """Send the slots of the step's rows to where captured steps read them, unless they are there."""
         assert self._slots_T is not None, "the step has no adapters"
-        slots_M = np.full(len(self._slot_of_row), -1)
+        slots_M = np.full(len(self._sent_M), -1)
         slots_M[: len(self._slots_T)] = self._slots_T - 1
         if (key := slots_M.tobytes()) != self._sent:
             self._sent_M.copy_(upload((slots_M,), self._device)[0])
@@ -257,6 +262,7 @@ class AdaptedModel:
         self._plain = plain
         self._usual = usual
         self._adapters = adapters
+        self._of_models = usual if isinstance(usual, PiecesOfModels) else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._usual, name)
@@ -271,11 +277,27 @@ class AdaptedModel:
         """Return x of the wanted rows."""
         if not self._adapters.in_step:
             return self._usual.hidden(step, wanted_N)
+        if self._of_models is not None and self._of_models.has(len(step.token_ids_T), NAME):
+            self._adapters.send()
+            return self._of_models.hidden(step, wanted_N, NAME)
         self._adapters.begin(wanted_N)
         try:
             return self._plain.hidden(step, wanted_N)
         finally:
             self._adapters.end()
+
+
+@runtime_checkable
+class PiecesOfModels(Protocol):
+    """Captured pieces of several models, by name."""
+
+    def has(self, num_tokens: int, model: str) -> bool:
+        """Return whether there is a graph for so many tokens with one of the models."""
+        ...
+
+    def hidden(self, step: StepTensors, wanted_N: Tensor, model: str = "") -> Tensor:
+        """Return x of the wanted rows by one of the models."""
+        ...
 
 
 class CapturedAdapters:

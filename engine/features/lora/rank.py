@@ -89,9 +89,10 @@ def rank_feature(context: RankContext) -> LoraRank | None:
     if not lora.folder:
         return None
     assert isinstance(model, Decoder), f"{type(model).__name__} takes no adapters"
-    max_running = context.config.scheduler.max_running
+    scheduler = context.config.scheduler
+    sizes = lora.max_adapters, lora.max_rank, scheduler.max_running, scheduler.max_step_tokens
     try:
-        adapters = RankAdapters(model, context.comm, lora.max_adapters, lora.max_rank, max_running)
+        adapters = RankAdapters(model, context.comm, *sizes)
     except (MemoryError, RuntimeError) as error:  # torch raises these when it cannot allocate, on every device
         raise ConfigError(
             f"lora.max_adapters={lora.max_adapters}, lora.max_rank={lora.max_rank}: no memory ({error}); lower them"

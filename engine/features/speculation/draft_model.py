@@ -55,6 +55,7 @@ class RankDraft:
         config, section = self._config, self._config.model
         self._device, self._dtype = device, dtype
         self._comm, self._place = comm, context.place
+        self._graphs, self._progress = context.graphs, context.progress
         try:
             plan = build_model(self._spec.shape, comm, torch.device("meta"), dtype)
         except ConfigError as error:
@@ -134,6 +135,13 @@ class RankDraft:
             spec, kv = self.model.attention_spec, self._config.kv
             pool = new_pool(spec, num_pages, kv.page_size, self._dtype, self._device, kv.layout, self._kv_dtype)
             self._own = pool, self._attention.build(pool)
+
+    def capture(self, drafter: Drafter) -> None:
+        """Capture the passes of a drafter, unless several ranks add up results between them."""
+        if self._own is None or self._comm.size > 1:
+            return
+        build = partial(self._attention.build, self._own[0])
+        drafter.capture(self._graphs, build, self._config.scheduler.max_running, self._progress)
 
     def drafter(self, rows: DeviceRows, vocab_size: int) -> Drafter:
         """Return a drafter that uses the pool.  rows, vocab_size: those of the model."""

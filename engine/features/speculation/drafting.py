@@ -9,6 +9,7 @@ speculation cost nothing.  It counts what it has by page, so prompts that share 
 Ranks divide it as they divide the model, so that all of them draft the same tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +19,12 @@ from torch import Tensor
 
 from engine.execution.batch import Int32, lay_out
 from engine.execution.rows import DeviceRows
+from engine.features.speculation.draft_chain import CHAINS, DraftChain
 from engine.features.speculation.messages import Proposals
-from engine.layers.attention import AttentionBackend
+from engine.graphs.rank import CaptureKit, RankGraphs
+from engine.layers.attention import AttentionBackend, is_capturable
 from engine.layers.kv_pool import KVPool
+from engine.layers.step import StepTensors
 from engine.messages import Admission, Step
 from engine.models.model import Model
 
@@ -72,8 +76,40 @@ class Drafter:
         self._vocab_size = vocab_size
         self._num_tokens = num_tokens
         self._most_tokens = most_tokens
+        self._ahead = ahead
+        self._chain: DraftChain | None = None
         self._filled_P = np.zeros(pool.num_pages, dtype=np.int32)
         self._pages_RP = np.zeros(tuple(rows.pages_RP.shape), dtype=np.int32)
+
+    def capture(
+        self, graphs: RankGraphs, build_attention: Callable[[], AttentionBackend], max_rows: int, progress: bool
+    ) -> None:
+        """Capture the passes as one graph for each number of rows, if attention and the device can be captured.
+
+        build_attention: builds another backend over the pool."""
+        if not is_capturable(self._attention):
+            return
+
+        def build(kit: CaptureKit) -> DraftChain:
+            return DraftChain(
+                kit,
+                self._guess,
+                self._pool,
+                (build_attention(), build_attention()),
+                self._rows.tokens_RM,
+                self._rows.pages_RP,
+                width=self._most_lacking(),
+                depth=self._num_tokens,
+                ahead=self._ahead,
+            )
+
+        self._chain = graphs.more(CHAINS, build, self._pool.data.device, max_rows, progress)
+
+    def _most_lacking(self) -> int:
+        """Return how many tokens a row lacks at most that was drafted for in the step before.
+
+        If all drafted tokens were right, the last one has not been read, nor the one after it."""
+        return 2
 
     # ---- the draft model's keys and values --------------------------------------------------
 
@@ -144,15 +180,29 @@ class Drafter:
         self._rows.write_tokens(rows_K, positions_K, np.zeros_like(tokens_K))
         rows_B, first_B, counts_B = np.unique(rows_K, return_index=True, return_counts=True)
         ends_B = positions_K[first_B]
-        drafting_B = self._read(step.step_id, rows_B, ends_B)
-        for nth in range(1, int(counts_B.max())):
-            more = rows_B[drafting_B & (counts_B > nth)]
-            if len(more):
-                self._pass(Step(step_id=step.step_id, decode_rows=more.tobytes()))
+        drafting_B = self._replay(rows_B, ends_B, counts_B)
+        if drafting_B is None:
+            drafting_B = self._read(step.step_id, rows_B, ends_B)
+            for nth in range(1, int(counts_B.max())):
+                more = rows_B[drafting_B & (counts_B > nth)]
+                if len(more):
+                    self._pass(Step(step_id=step.step_id, decode_rows=more.tobytes()))
         said_K = self._rows.tokens_at(rows_K, positions_K)
         if said_K.is_cuda:
             said_K = torch.empty_like(said_K, device="cpu", pin_memory=True).copy_(said_K, non_blocking=True)
         return Drafted(rows_K, np.isin(rows_K, rows_B[drafting_B]), said_K)
+
+    def _replay(self, rows_B: Int32, ends_B: Int32, counts_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Draft by one graph; None if there is none for these rows, or one of them lacks too much."""
+        computed_B = np.minimum(self._rows.computed[rows_B], ends_B - 1)
+        lacking_B, chain = ends_B - computed_B, self._chain
+        if chain is None or not chain.fits(len(rows_B)) or lacking_B.max() > chain.width:
+            return None
+        chain.replay(rows_B, ends_B, lacking_B, counts_B)
+        self._rows.computed[rows_B] = ends_B + counts_B - 1
+        for row, start, end in zip(rows_B.tolist(), computed_B.tolist(), ends_B.tolist(), strict=True):
+            self._note_filled(row, start, end)
+        return np.ones(len(rows_B), dtype=np.bool_)
 
     def _read(self, step_id: int, rows_B: Int32, ends_B: Int32) -> npt.NDArray[np.bool_]:
         """Compute what each row lacks before ``ends_B``, as far as one pass goes.
@@ -190,8 +240,15 @@ class Drafter:
         batch = lay_out(step, self._rows.computed)
         inputs = self._rows.inputs(batch)
         tensors = inputs.planned(batch, self._attention, self._pool)
+        rows_N, positions_N = (self._rows.upload(one) for one in (batch.sample_rows_N, batch.sample_positions_N))
+        tokens_N = self._guess(tensors, rows_N, positions_N)
+        if len(tokens_N):
+            self._rows.write_sampled(inputs.write_at_N, tokens_N)
+
+    def _guess(self, tensors: StepTensors, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Run one forward pass, and return the likeliest tokens.
+
+        rows_N, positions_N: of these tokens; padding has negative rows."""
         # A model's vocabulary may be padded to another size than the other model's.
         tensors.token_ids_T.clamp_(max=self._model.vocab_size - 1)
-        logits_NV = self._model.forward(tensors)[:, : self._vocab_size]
-        if len(batch.sample_rows_N):
-            self._rows.write_sampled(inputs.write_at_N, logits_NV.argmax(-1))
+        return self._model.forward(tensors)[:, : self._vocab_size].argmax(-1)

@@ -16,9 +16,9 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
+import torch
 from torch import Tensor
 
-from engine.execution.batch import lay_out
 from engine.execution.rows import DeviceRows
 from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.head_model import StatesHead
@@ -103,20 +103,18 @@ class HeadDrafter(Drafter):
         computed[rows_B] = np.minimum(computed[rows_B], positions_K[first_B])
         return drafted
 
-    def _pass(self, step: Step) -> None:
+    def _most_lacking(self) -> int:
+        """Return how many tokens a row lacks at most: the drafted ones do not count, as their states were guessed."""
+        return self._num_tokens + 1
+
+    def _guess(self, tensors: StepTensors, rows_N: Tensor, positions_N: Tensor) -> Tensor:
         """Run one forward pass; each guessed token gets a state as well."""
-        batch = lay_out(step, self._rows.computed)
-        inputs = self._rows.inputs(batch)
-        tensors = inputs.planned(batch, self._attention, self._pool)
         x_ND = self._head.hidden(tensors, tensors.sample_at_N)
-        if not len(batch.sample_rows_N):
-            return
+        if not len(rows_N):
+            return rows_N
         tokens_N = self._head.logits(x_ND).argmax(-1)
-        self._rows.write_sampled(
-            inputs.write_at_N, tokens_N if self._to_model_V is None else self._to_model_V.index_select(0, tokens_N)
-        )
-        rows, size = self._rows, self._pool.page_size
-        page_N, offset_N = np.divmod(batch.sample_positions_N, size)
-        columns = np.concatenate((batch.sample_rows_N * rows.pages_RP.shape[1] + page_N, offset_N))
-        page_at_N, offsets_N = rows.upload(columns).split(len(page_N))
-        self._states.store(x_ND, offsets_N.add(rows.pages_RP.view(-1).index_select(0, page_at_N), alpha=size))
+        pages_RP, size = self._rows.pages_RP, self._pool.page_size
+        page_at_N = rows_N.clamp(min=0) * pages_RP.shape[1] + positions_N.div(size, rounding_mode="floor")
+        page_N = torch.where(rows_N < 0, self._pool.dump_page, pages_RP.view(-1).index_select(0, page_at_N))
+        self._states.store(x_ND, page_N * size + positions_N % size)
+        return tokens_N if self._to_model_V is None else self._to_model_V.index_select(0, tokens_N)

@@ -67,6 +67,7 @@ class DraftRank(SpeculationRank):
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
         """Build the drafter over the draft's pool."""
         self._drafter = self._draft.drafter(self._context.rows, self._context.spec.vocab_size)
+        self._draft.capture(self._drafter)
 
     def with_weights(self, spec: ModelSpec) -> Callable[[], None] | None:
         """Read the model's own layer again, or a draft that was freed."""

@@ -10,6 +10,8 @@ from engine.plugins.options import Options, decode_options
 from engine.types.errors import PluginError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 CALLBOARD_PLUGIN = {"api": 1}
@@ -20,6 +22,7 @@ class LocalComm:
 
     rank = 0
     size = 1
+    exchanges = True
 
     def all_reduce(self, tensor: "Tensor") -> "Tensor":
         """Return the sum over one rank."""
@@ -27,6 +30,10 @@ class LocalComm:
 
     def all_gather(self, tensor: "Tensor", dim: int = -1) -> "Tensor":
         """Return the rank's part, which is the whole."""
+        return tensor
+
+    def all_to_all(self, tensor: "Tensor", sent: "Sequence[int]", received: "Sequence[int]") -> "Tensor":
+        """Return what the rank sends to itself."""
         return tensor
 
     def close(self) -> None:

@@ -11,5 +11,6 @@ class CommSettings(Addition, frozen=True):
     table: ClassVar[str] = "plugins"
 
     comm: Annotated[str, key(
-        "Communication library between ranks; 'auto' picks by world size", changed="executors"
+        "Communication library between ranks; 'auto' is 'local' for one rank, 'symmetric' for GPUs of one machine, "
+        "else 'torch'", changed="executors"
     )] = "auto"

@@ -7,13 +7,14 @@ Owns: the group, and the conversion of a gather along any dimension to the libra
 Does not know: the calling layers.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from engine.plugins.hookspecs import CommContext, hookimpl
 from engine.plugins.options import Options, decode_options
@@ -39,6 +40,8 @@ class TorchComm:
     """A ``Comm`` on torch's process groups.  With NCCL collectives are queued on the current stream without waiting.
 
     store: the one that the ranks met in."""
+
+    exchanges = True
 
     def __init__(self, context: CommContext, options: TorchCommOptions) -> None:
         self.rank, self.size = context.rank, context.size
@@ -78,6 +81,13 @@ class TorchComm:
         options.asyncOp = False
         _wait(self._open_group()._allgather_base(gathered.flatten(0, 1), tensor.contiguous(), options))
         return join_parts(gathered, dim)
+
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        exchanged = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        options = AllToAllOptions()
+        options.asyncOp = False
+        _wait(self._open_group().alltoall_base(exchanged, tensor, list(received), list(sent), options))
+        return exchanged
 
     def close(self) -> None:
         group, self._group = self._group, None

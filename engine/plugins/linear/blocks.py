@@ -104,6 +104,7 @@ def callboard_linear(context: LinearContext) -> StoredBlocks:
             "linear.blocks: its kernels are compiled on this machine, but are not (no C compiler, no AVX2 or NEON, or "
             "CALLBOARD_KERNELS=torch); install one (cc, or CC), or set plugins.linear to another kernel"
         )
+    functions.need(context.stored_formats)
     parts = Parts.EXACT if context.quantization == "none" else Parts.ROUNDED
     element_bytes = max((BYTES.get(one, 4.0) for one in context.stored_formats), default=4.0)
     return StoredBlocks(functions, panels.callboard_linear(context), parts, element_bytes, TakenRows())

@@ -6,7 +6,7 @@ Owns: the inputs of every rank, the comparison.  Does not know: how ranks are co
 import torch
 from torch import Tensor
 
-from engine.layers.comm import Comm
+from engine.layers.comm import Comm, ExchangingComm
 from engine.plugins.proof.findings import Findings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +35,10 @@ def check_rank(comm: Comm, device: str = "cpu") -> list[Tensor]:
                         alike.append(_check_all_gather(comm, shape, dtype, strided, dim, device))
     with findings.case("all_gather of int64"):
         alike.append(_check_all_gather(comm, (4, 3), torch.int64, False, 0, device))
+    if isinstance(comm, ExchangingComm):
+        for kind in (*DTYPES, torch.int64):
+            with findings.case(f"all_to_all of {str(kind).removeprefix('torch.')}"):
+                _check_all_to_all(comm, kind, device)
     with findings.case("close twice"):
         comm.close()
         comm.close()
@@ -77,3 +81,28 @@ def _check_all_gather(
     assert torch.equal(gathered, expected), "it is not every rank's part in rank order"
     assert torch.equal(own, before), "it changed its input"
     return gathered
+
+
+def _check_all_to_all(comm: ExchangingComm, dtype: torch.dtype, device: str) -> None:
+    """Exchange rows of which each pair of ranks has another number; some have none."""
+
+    def number(sender: int, receiver: int) -> int:
+        return (2 * sender + receiver) % 4
+
+    def rows(sender: int) -> list[Tensor]:
+        made = rank_input(sender, (16 * comm.size, 8), torch.float32, False, device).to(dtype)
+        counts = [number(sender, one) for one in range(comm.size)]
+        return list(torch.split(made[: sum(counts)], counts))
+
+    own = torch.cat(rows(comm.rank))
+    before = own.clone()
+    sent = [number(comm.rank, one) for one in range(comm.size)]
+    received = [number(one, comm.rank) for one in range(comm.size)]
+    exchanged = comm.all_to_all(own, sent, received)
+    expected = torch.cat([rows(one)[comm.rank] for one in range(comm.size)])
+    assert exchanged.shape == expected.shape, f"its shape is {tuple(exchanged.shape)}, not {tuple(expected.shape)}"
+    assert exchanged.dtype == dtype, f"its type is {exchanged.dtype}"
+    assert torch.equal(exchanged, expected), "it is not every rank's rows for this one, in rank order"
+    assert torch.equal(own, before), "it changed its input"
+    nothing = comm.all_to_all(own[:0], [0] * comm.size, [0] * comm.size)
+    assert nothing.shape == (0, 8), f"an exchange of nothing has the shape {tuple(nothing.shape)}"

@@ -25,7 +25,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def attention_cases(declares: Declaration) -> list[AttentionCase]:
     """Return the cases for everything that a backend declares; sizes without a limit are varied widely."""
-    cases = (limited(case, declares.phases) for case in _cases(declares))
+    # Of a backend for latents alone, heads have the sizes of these.
+    alone = bool(declares.head_sizes) and list(map(sum, declares.latent_sizes)) == _sizes(declares.head_sizes, ())
+    cases = (limited(case, declares.phases) for case in _cases(declares) if case.latent_size or not alone)
     return [case for case in cases if case.steps]
 
 
@@ -121,13 +123,17 @@ def _kinds_of_scores(base: AttentionCase, declares: Declaration) -> Iterator[Att
 def _latents(base: AttentionCase, declares: Declaration, dtype: str) -> Iterator[AttentionCase]:
     """Yield cases of one KV head for all query heads, whose last numbers are not values; DeepSeek's size, and small."""
     page_size = base.page_size
-    latents = replace(base, head_size=576, latent_size=512, num_kv_heads=1, ratio=3)
+    sizes = declares.latent_sizes or ((512, 64), (16, 8))
+    (latent, rotated), (small_latent, small_rotated) = sizes[0], sizes[-1]
+    latents = replace(base, head_size=latent + rotated, latent_size=latent, num_kv_heads=1, ratio=3)
     yield replace(latents, name="decode", steps=((decode_rows(page_size), ()),), dtype=dtype)
     yield replace(latents, name="chunked prefill", steps=(((), chunks(page_size)),))
-    small = replace(latents, head_size=24, latent_size=16)
+    small = replace(latents, head_size=small_latent + small_rotated, latent_size=small_latent)
     yield replace(small, name="one row", steps=((((page_size + 1, 1),), ()),), ratio=20, strided=True)
     layout: Layout = "page_first" if "page_first" in declares.kv_layouts else "layer_first"
     yield replace(small, layout=layout, contiguous=True, ratio=2)
+    if declares.padding:
+        yield replace(small, name="padded decode", steps=((decode_rows(page_size), ()),), num_padding=3)
 
 
 def _pages_of(kv_dtype: str, base: AttentionCase, declares: Declaration) -> Iterator[AttentionCase]:

@@ -4,7 +4,7 @@ Owns: the exchange, and running a function on every rank.  Does not know: models
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -31,6 +31,22 @@ class ThreadComm:
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         return torch.cat(self._exchange(tensor), dim)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks can exchange rows."""
+        return True
+
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Return the rows that each rank has sent here."""
+        assert sum(sent) == len(tensor), f"{len(tensor)} rows, of which {list(sent)} are sent"
+        sizes = self._exchange(torch.tensor(list(sent)))
+        rows = [
+            torch.split(part, size.tolist())[self.rank]
+            for part, size in zip(self._exchange(tensor), sizes, strict=True)
+        ]
+        assert [len(one) for one in rows] == list(received), f"{[len(one) for one in rows]} rows, not {list(received)}"
+        return torch.cat(rows)
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

@@ -231,7 +231,8 @@ def _model(config: Config) -> Iterator[Finding]:
     except CallboardError as error:
         yield Finding("model", "bad", path, str(error))
         return
-    yield Finding("model", "good", f"{directory}: {spec.architecture}, up to {spec.max_len} tokens")
+    given = path if Path(path).expanduser().is_file() else directory  # of a GGUF, not the folder with its tables
+    yield Finding("model", "good", f"{given}: {spec.architecture}, up to {spec.max_len} tokens")
     yield _weights(spec, config)
     if spec.state_bytes:
         yield _states(spec, config)

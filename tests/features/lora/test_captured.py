@@ -1,11 +1,13 @@
-"""Decode steps with adapters are replayed, give the tokens of steps without graphs, and wait for nothing."""
+"""Steps with adapters are replayed, give the tokens of steps without graphs, and wait for nothing."""
 
 import asyncio
 
 import numpy as np
 import pytest
 
+from engine.config import Config
 from engine.control.system import System
+from engine.features.lora.adapters import RankAdapters
 from engine.messages import RequestOptions
 from engine.types.params import SamplingParams
 from tests.features.lora.made import greedy
@@ -20,33 +22,59 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("qwen"), "qwen3-yarn-bias")
 
 
-async def test_mixed_batches_are_replayed_and_each_row_has_its_adapter(
-    qwen: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices = install(monkeypatch)
+def config(made: Made, mode: str, **graphs: object) -> Config:
     tables: dict[str, dict[str, object]] = {
-        "graphs": {"mode": "decode"},
+        "graphs": {"mode": mode, **graphs},
         "plugins": {"attention": "torch"},
         "model": {"dtype": "float32"},
         "device": {"kind": "cpu"},
-        "scheduler": {"max_running": 4},
+        "scheduler": {"max_running": 4, "max_step_tokens": 32},
     }
-    system = System(qwen.config(**tables))
+    return made.config(**tables)
+
+
+async def said(made: Made, config: Config) -> list[list[int]]:
+    """The tokens of all prompts at once, each with an adapter of its own."""
+    system = System(config)
     await system.start()
     try:
-        adapters, device = qwen.adapters(system), devices[0]
-        device.replays.clear()
+        adapters = made.adapters(system)
 
         async def one(prompt: list[int], name: str) -> list[int]:
             stream = system.ingress.open(prompt, PARAMS, RequestOptions(parts=parts_of(adapters[name])))
             return np.frombuffer((await stream.collect()).token_ids, np.int32).tolist()
 
-        asked = [*zip(PROMPTS, NAMES, strict=True)]
-        found = await asyncio.gather(*(one(*each) for each in asked))
+        return await asyncio.gather(*(one(*each) for each in zip(PROMPTS, NAMES, strict=True)))
     finally:
         await system.stop()
-    assert found == [greedy(qwen.references[name], prompt, PARAMS.max_tokens or 0) for prompt, name in asked]
+
+
+def expected(made: Made) -> list[list[int]]:
+    pairs = zip(PROMPTS, NAMES, strict=True)
+    return [greedy(made.references[name], prompt, PARAMS.max_tokens or 0) for prompt, name in pairs]
+
+
+async def test_mixed_batches_are_replayed_and_each_row_has_its_adapter(
+    qwen: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = install(monkeypatch)
+    found = await said(qwen, config(qwen, "decode"))
+    device = devices[0]
+    assert found == expected(qwen)
     assert len(device.replays) >= 2 * 11, "a body and a sampler for each step, beside those with prompts"
     last = [len(graph.operations) for graph in device.graphs[-10:]]
     assert last[5] > last[0], "the model with adapters is the second of a size"
     assert [last[1 + n] == last[6 + n] for n in range(4)] == [True] * 4
+
+
+@pytest.mark.parametrize("fault", [False, True])
+async def test_prompts_with_adapters_are_replayed(qwen: Made, monkeypatch: pytest.MonkeyPatch, fault: bool) -> None:
+    """fault: where nothing sends the slots, the tokens are others."""
+    install(monkeypatch)
+    eager: list[object] = []
+    monkeypatch.setattr(RankAdapters, "begin", lambda self, wanted_N: eager.append(wanted_N))
+    if fault:
+        monkeypatch.setattr(RankAdapters, "send", lambda self: None)
+    found = await said(qwen, config(qwen, "breakable", max_tokens=32))
+    assert not eager
+    assert (found == expected(qwen)) is not fault

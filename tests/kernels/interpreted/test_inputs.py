@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.graphs import inputs as torch_inputs
 from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.layers.step import DecodeInputs
 
@@ -38,7 +39,8 @@ def test_three_steps(page_size, num_blocks, rows):
     expected = lengths.tolist()
     for _ in range(3):
         inputs.page_table_BW.fill_(-5)
-        fill_inputs(torch.tensor(rows), tokens, pages, lengths, page_size, DUMP, inputs, stride)
+        own = torch.full((len(rows),), -1)
+        fill_inputs(torch.tensor(rows), own, tokens, pages, lengths, page_size, DUMP, inputs, stride)
         for place, row in enumerate(rows):
             if row < 0:
                 assert inputs.token_ids_B[place] == 0
@@ -62,10 +64,31 @@ def test_three_steps(page_size, num_blocks, rows):
         assert lengths.tolist() == expected
 
 
+@pytest.mark.parametrize("fill", [fill_inputs, torch_inputs.fill_inputs], ids=["triton", "torch"])
+def test_rows_that_are_verified_have_several_places_at_stated_positions(fill):
+    """Their lengths on the device are out of date, in both directions; a row between them decodes by its own."""
+    tokens, pages = tables(16)
+    lengths = torch.tensor([40, 1, 3, 8, 700, 5], dtype=torch.int32)
+    rows, given = [4, 4, 4, 1, 0, 0, -1], [15, 16, 17, -1, 60, 61, -1]
+    inputs = room_for(len(rows), 5)
+    fill(torch.tensor(rows), torch.tensor(given), tokens, pages, lengths, 16, DUMP, inputs)
+    positions = [15, 16, 17, 1, 60, 61, 0]
+    pairs = list(zip(rows, positions, strict=True))[:-1]
+    assert inputs.positions_B.tolist() == positions
+    assert inputs.lengths_B.tolist() == [one + 1 for one in positions]
+    assert inputs.write_at_B[:-1].tolist() == [row * (MAX_LEN + 1) + at + 1 for row, at in pairs]
+    assert inputs.token_ids_B[:-1].tolist() == [tokens[row, at] for row, at in pairs]
+    assert inputs.page_table_BW[0].tolist() == [*pages[4, :1].tolist(), 0, 0, 0, 0]
+    assert inputs.page_table_BW[1].tolist() == [*pages[4, :2].tolist(), 0, 0, 0]
+    assert inputs.slots_B[2] == pages[4, 1] * 16 + 1
+    assert lengths.tolist() == [62, 2, 3, 8, 18, 5]
+
+
 def test_no_rows_change_nothing():
     tokens, pages = tables(16)
     lengths = torch.arange(NUM_ROWS, dtype=torch.int32)
-    fill_inputs(torch.empty(0, dtype=torch.int64), tokens, pages, lengths, 16, DUMP, room_for(0, 5))
+    none = torch.empty(0, dtype=torch.int64)
+    fill_inputs(none, none, tokens, pages, lengths, 16, DUMP, room_for(0, 5))
     write_tokens(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), tokens)
     assert lengths.tolist() == list(range(NUM_ROWS))
     assert torch.equal(tokens, tables(16)[0])

@@ -33,7 +33,8 @@ CALLBOARD_PLUGIN = {
     "dtypes": ["bfloat16", "float16"],
     "head_sizes": {"multiple_of": 8, "at_most": 256},
     "kv_layouts": ["layer_first", "page_first"],
-    "supports": ["layer_windows"],
+    "supports": ["layer_windows", "latents", "sinks"],
+    "latent_sizes": [[512, 64], [256, 64]],
     "kv_dtypes": ["fp8_e4m3"],
     "rounded_queries": ["fp8_e4m3"],
     "padding": True,
@@ -56,7 +57,8 @@ class FlashAttentionOptions(Options, frozen=True):
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     """Return the factory, for 16-bit models with heads of up to 256.
 
-    FA3 serves pages below 128 tokens, also in float8; FA2 serves pages of a multiple of 256."""
+    FA3 serves pages below 128 tokens, also in float8, and below 64 with latents; FA2 serves pages of a multiple of
+    256.  Of FA3's builds SGLang's has sinks."""
     options = decode_options(PLUGIN, context.options, FlashAttentionOptions)
     capability = torch.cuda.get_device_capability()
     require_capability(PLUGIN, capability)
@@ -68,6 +70,7 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
         context.kv_dtype,
         context.invariant,
         bool(context.window),
+        context.needs,
     )
     library, reasons = find(GENERATIONS[options.implementation], situation)
     if library is None:

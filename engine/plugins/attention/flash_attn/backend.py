@@ -13,7 +13,14 @@ from torch import Tensor
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flash_attn.kernels import QUERY_TILE, CallPart, Kernels, Prepared
-from engine.plugins.support.paging import padding_on_dump_page, pages_of, positive_lengths, variant_of, windows_of
+from engine.plugins.support.paging import (
+    KVPages,
+    padding_on_dump_page,
+    pages_of,
+    positive_lengths,
+    variant_of,
+    windows_of,
+)
 
 MASKED_QUERIES = 2
 
@@ -35,7 +42,7 @@ class FlashAttention:
         self._kernels = kernels
         self._windows = windows_of(spec)
         self._firsts = {variant_of(spec, layer): layer for layer in reversed(range(spec.num_layers))}
-        self._pages = pages_of(pool)
+        self._pages = rotated_and_latents(pool, spec) if spec.latent_size else pages_of(pool)
         self._parts: list[CallPart] = []
         self._prepared: dict[int, list[Prepared]] = {}
 
@@ -63,8 +70,13 @@ class FlashAttention:
         first = 0
         for part, prepared in zip(self._parts, self._prepared[variant], strict=True):
             last = first + len(part.lengths_B) if part.decode else len(q_TNH)
-            yield slice(first, last), self._kernels.run(q_TNH[first:last], self._pages[layer], part, prepared)
+            yield slice(first, last), self._kernels.run(layer, q_TNH[first:last], self._pages[layer], part, prepared)
             first = last
+
+
+def rotated_and_latents(pool: KVPool, spec: AttentionSpec) -> list[KVPages]:
+    """Return, per layer, the rotated part of each latent as the key, and the rest of it as the value."""
+    return [(layer[0][..., spec.latent_size :], layer[0][..., : spec.latent_size]) for layer in pool.data.unbind(0)]
 
 
 def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool, invariant: bool = False) -> list[CallPart]:

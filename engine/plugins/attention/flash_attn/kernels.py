@@ -57,7 +57,7 @@ class Kernels(Protocol):
         """Prepare a step's calls for the layers with this window; 0 for no window."""
         ...
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: CallPart, prepared: Prepared) -> Tensor:
+    def run(self, layer: int, q_TNH: Tensor, pages: KVPages, part: CallPart, prepared: Prepared) -> Tensor:
         """Return out_TNH of the part's queries in one layer."""
         ...
 
@@ -79,7 +79,7 @@ class FA2:
         torch.cumsum(part.lengths_B, 0, dtype=torch.int32, out=key_starts_B1[1:])
         return Prepared(window_size(window), key_starts_B1=key_starts_B1)
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: CallPart, prepared: Prepared) -> Tensor:
+    def run(self, layer: int, q_TNH: Tensor, pages: KVPages, part: CallPart, prepared: Prepared) -> Tensor:
         keys, values = pages
         if part.decode:
             return self.with_kvcache(
@@ -113,6 +113,7 @@ class FA3:
     ``scheduler_metadata``.
 
     invariant: keys are never split, at a cost for decode rows with a long context.
+    Of latents, the rotated parts are keys of their own, and the rest of a query is multiplied by the values.
     With float8 pages it computes in float8: queries are rounded like keys and values, without a scale; the kernel
     rounds weights, and returns bfloat16."""
 
@@ -137,9 +138,10 @@ class FA3:
             part.page_table_BP.shape[1] * page_size,
             spec.num_heads,
             spec.num_kv_heads,
-            spec.head_size,
+            spec.head_size - spec.latent_size,
             part.lengths_B,
             qkv_dtype=self.pool.format.stored,
+            headdim_v=spec.value_size,
             cu_seqlens_q=part.query_starts_B1,
             page_size=page_size,
             causal=True,
@@ -148,11 +150,15 @@ class FA3:
         )
         return Prepared(window_size(window), num_splits, metadata=metadata)
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: CallPart, prepared: Prepared) -> Tensor:
+    def run(self, layer: int, q_TNH: Tensor, pages: KVPages, part: CallPart, prepared: Prepared) -> Tensor:
         keys, values = pages
         form = self.pool.format
+        rounded_TNH = q_TNH if form.plain else form.numbers(form.encode(q_TNH))
+        more: dict[str, Tensor] = {"sinks": self.spec.sinks[layer]} if self.spec.sinks else {}
+        if size := self.spec.latent_size:
+            rounded_TNH, more["qv"] = q_TNH[..., size:], q_TNH[..., :size]
         out_TNH: Tensor = self.with_kvcache(
-            q_TNH if form.plain else form.numbers(form.encode(q_TNH)),
+            rounded_TNH,
             keys,
             values,
             cache_seqlens=part.lengths_B,
@@ -164,6 +170,7 @@ class FA3:
             window_size=prepared.window,
             scheduler_metadata=prepared.metadata,
             num_splits=prepared.num_splits,
+            **more,
         )
         return out_TNH.to(q_TNH.dtype)
 

@@ -17,6 +17,10 @@ FA2_PAGE = 256
 # more than the head size.  If the page size is a multiple of the tile, pages are read whole.
 FA3_KEY_TILES = {64: (128,), 96: (128, 144), 128: (128,), 192: (96, 112, 128), 256: (64, 80)}
 FA3_KEY_TILES_FP8 = {64: (160,), 96: (128,), 128: (160, 192, 224), 192: (128, 160), 256: (64, 128)}
+# The same by the size of a latent with its rotated part.
+FA3_LATENT_TILES = {320: 112, 576: 64}
+# Builds with attention sinks.
+WITH_SINKS = ("sgl_kernel.flash_attn",)
 FP8_ALIGNMENT = 16
 # Up to this head size FA3 uses the same tiles of keys whether or not a window hides any key of a step.
 WINDOW_ALIKE = 192
@@ -40,7 +44,7 @@ class Situation:
 
     whole_pages: FA3 may read slots that were never written, as described in ``refusal``.
     kv_dtype: of pages, '' for the queries' own.  invariant: as in ``AttentionContext``.
-    window: whether layers have one."""
+    window: whether layers have one.  needs: as in ``AttentionContext``."""
 
     hopper: bool
     page_size: int
@@ -49,6 +53,7 @@ class Situation:
     kv_dtype: str = ""
     invariant: bool = False
     window: bool = False
+    needs: tuple[str, ...] = ()
 
 
 def find(generations: Sequence[int], situation: Situation) -> tuple[Library | None, list[str]]:
@@ -59,6 +64,9 @@ def find(generations: Sequence[int], situation: Situation) -> tuple[Library | No
             reasons.append(reason)
             continue
         for module in FA3_MODULES if generation == 3 else FA2_MODULES:
+            if "sinks" in situation.needs and module not in WITH_SINKS:
+                reasons.append(f"{module} has no attention sinks")
+                continue
             try:
                 return load(generation, module), reasons
             except Exception as error:  # a library for another CUDA may raise any error
@@ -86,6 +94,8 @@ def refusal(generation: int, situation: Situation) -> str:
     but 0 times NaN is NaN, and a previous sequence may have left a NaN in the page.
     """
     size = situation.page_size
+    if generation == 2 and {"latents", "sinks"} & {*situation.needs}:
+        return "FA2 has no latents and no sinks"
     if generation == 2 and situation.kv_dtype:
         return f"FA2 does not read {situation.kv_dtype} pages"
     if generation == 2 and situation.invariant:
@@ -94,13 +104,23 @@ def refusal(generation: int, situation: Situation) -> str:
         return "" if size % FA2_PAGE == 0 else f"FA2 needs pages of a multiple of {FA2_PAGE} tokens"
     if not situation.hopper:
         return "FA3 is for Hopper GPUs"
+    if "latents" in situation.needs:
+        if situation.kv_dtype:
+            return f"FA3 reads latents in 16 bits alone, not in {situation.kv_dtype}"
+        return whole_page_refusal(situation, (FA3_LATENT_TILES[situation.head_size],))
     if situation.invariant and situation.window and situation.head_size > WINDOW_ALIKE:
         return f"FA3 uses other tiles for windows of heads above {WINDOW_ALIKE} once a step has a longer context"
     if situation.kv_dtype and situation.head_size % FP8_ALIGNMENT:
         return f"FA3 reads {situation.kv_dtype} pages only with head sizes of a multiple of {FP8_ALIGNMENT}"
     by_head_size = FA3_KEY_TILES_FP8 if situation.kv_dtype else FA3_KEY_TILES
-    tiles = next(tiles for head_size, tiles in by_head_size.items() if situation.head_size <= head_size)
+    return whole_page_refusal(
+        situation, next(tiles for head_size, tiles in by_head_size.items() if situation.head_size <= head_size)
+    )
+
+
+def whole_page_refusal(situation: Situation, tiles: tuple[int, ...]) -> str:
+    """Return why FA3 cannot serve pages of this size with such tiles of keys, or ''."""
     for tile in tiles:
-        if size % tile == 0 and not situation.whole_pages:
+        if situation.page_size % tile == 0 and not situation.whole_pages:
             return f"FA3 may read unwritten slots of pages of a multiple of {tile} tokens (see option whole_pages)"
     return ""

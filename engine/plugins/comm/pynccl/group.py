@@ -4,7 +4,7 @@ Owns: the communicator, and the conversion of tensors to NCCL's arguments.  Does
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class NcclComm:
     """A ``Comm`` on NCCL.  stream: called by every collective, so that a graph captures it on its own stream."""
 
     capturable = True
+    exchanges = True
 
     def __init__(
         self, library: NcclLibrary, store: Store, rank: int, size: int, stream: Callable[[], int] = current_stream
@@ -49,6 +50,16 @@ class NcclComm:
         places = mine.data_ptr(), gathered.data_ptr()
         self._library.call("ncclAllGather", *places, mine.numel(), _kind(mine), self._joined(), self._stream())
         return join_parts(gathered, dim)
+
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        exchanged = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        kind, comm, stream = _kind(tensor), self._joined(), self._stream()
+        self._library.call("ncclGroupStart")  # else a rank that sends would wait for one that sends, too
+        for name, rows, counts in (("ncclSend", tensor, sent), ("ncclRecv", exchanged, received)):
+            for rank, part in enumerate(torch.split(rows, list(counts))):
+                self._library.call(name, part.data_ptr(), part.numel(), kind, rank, comm, stream)
+        self._library.call("ncclGroupEnd")
+        return exchanged
 
     def close(self) -> None:
         """Leave the group.  Queued collectives end with an error; ncclCommDestroy would wait for them."""

@@ -42,6 +42,10 @@ SIGNATURES = {
     "ncclCommAbort": (_COMM,),
     "ncclAllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
     "ncclAllGather": (_POINTER, _POINTER, _SIZE, _INT, _COMM, _STREAM),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclSend": (_POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
+    "ncclRecv": (_POINTER, _SIZE, _INT, _INT, _COMM, _STREAM),
 }
 
 

@@ -1,0 +1,150 @@
+"""Sums in one launch: ranks read each other's parts from memory shared between the GPUs of a machine.
+
+The sum of a decode step has some hundred kilobytes, for which NCCL's ring or tree takes several trips.  One-shot, each
+rank adds all parts itself, in the order of ranks, so all have the same bits; it reads as many times the bytes as there
+are ranks.  Two-shot, for some megabytes, each rank adds a share of the numbers and gives it to all: whatever its order
+is, all have the bits of that rank.  Tensors that are larger, of another dtype or not contiguous go through NCCL, and so
+do all if the memory is not available, or a trial of it in processes of their own was not right.
+
+A sum that is small enough for one-shot is also added to the residual stream and normalised in the launch that sums, by
+a kernel of this project (``engine/kernels/summed_norm.py``).
+
+Legend: S bytes of the largest sum · T new tokens in the step · D model dim · R ranks
+Owns: the choice of the way of a sum.  Does not know: NCCL (``torch.py``), the calling layers.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from engine.plugins.comm.symmetric.memory import ALIGNMENT, DTYPES, PeerMemory, SharedMemory
+from engine.plugins.comm.symmetric.trial import MemoryTrial, new_trial
+from engine.plugins.comm.torch import TorchComm, TorchCommOptions
+from engine.plugins.hookspecs import CommContext, hookimpl
+from engine.plugins.options import decode_options
+from engine.types.errors import PluginError
+
+log = logging.getLogger(__name__)
+
+CALLBOARD_PLUGIN = {"api": 1, "devices": ["cuda"]}
+NAME = "comm.symmetric"
+
+
+class SymmetricOptions(TorchCommOptions, frozen=True):
+    """Options of the plugin, with those of NCCL.
+
+    one_shot_kb: the largest sum that each rank computes whole.
+    two_shot_kb: the largest sum of which each rank computes a share, beyond that; then NCCL.
+    trial_s: how long the trial of the memory may take, which the first start on a machine makes; 0 for none."""
+
+    one_shot_kb: int = 256
+    two_shot_kb: int = 8192
+    trial_s: float = 60.0
+
+
+class SymmetricComm:
+    """A ``Comm`` with one-launch sums, and NCCL for all else."""
+
+    exchanges = True
+
+    def __init__(
+        self,
+        library: TorchComm,
+        share: Callable[[], SharedMemory],
+        limit: int,
+        device: str,
+        trial: MemoryTrial | None = None,
+    ) -> None:
+        """Set up the group, on all ranks together.
+
+        library: for all other collectives.  share: allocates the memory, or raises.  limit: bytes of a sum there.
+        trial: of the memory, before this process touches it; it is not repeated where all ranks know of one."""
+        self.rank, self.size = library.rank, library.size
+        self.capturable = library.capturable
+        self._library = library
+        self._limit = limit
+        self._device = device
+        self._memory: SharedMemory | None = None
+        problem = self._tried(trial)
+        if not problem:
+            try:
+                self._memory = share()
+            except (RuntimeError, AttributeError, ImportError) as error:
+                problem = _plain(error)
+            if not self._everywhere(self._memory is not None):
+                self._memory, problem = None, problem or "another rank cannot"
+        self.norms = self._memory is not None
+        if problem:
+            log.warning("%s: every sum goes through NCCL, as GPUs cannot read each other's memory (%s)", NAME, problem)
+
+    def _tried(self, trial: MemoryTrial | None) -> str:
+        """Return why the memory cannot be used by a trial of all ranks; '' if it can, or there is no trial."""
+        if trial is None or self._everywhere(trial.known):
+            return ""
+        problem = ""
+        try:
+            trial.run()
+        except (RuntimeError, OSError) as error:
+            problem = _plain(error)
+        if not self._everywhere(not problem):
+            return problem or "another rank's trial was not right"
+        log.info("%s: GPUs read each other's memory (tried in processes of their own)", NAME)
+        trial.keep()
+        return ""
+
+    def _everywhere(self, here: bool) -> bool:
+        """Return whether something is so on every rank: a rank that goes the other way would wait forever."""
+        able = self._library.all_reduce(torch.tensor([float(here)], device=self._device))
+        return round(float(able)) == self.size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if self._memory is None or not self._fits(tensor):
+            return self._library.all_reduce(tensor)
+        self._memory.sum_into(tensor)
+        return tensor
+
+    def add_norm(self, x_TD: Tensor, part_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
+        return None if self._memory is None else self._memory.add_norm(x_TD, part_TD, weight_D, eps)
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        return self._library.all_gather(tensor, dim)
+
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self._library.all_to_all(tensor, sent, received)
+
+    def close(self) -> None:
+        self._memory = None
+        self._library.close()
+
+    def _fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor can be summed in shared memory; the answer is the same on every rank."""
+        num_bytes = tensor.nbytes
+        # A multiple of the ranks' loads: two-shot, all shares are then equal.
+        whole = 0 < num_bytes <= self._limit and num_bytes % (ALIGNMENT * self.size) == 0
+        return whole and tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+
+
+def _plain(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@hookimpl
+def callboard_comm(context: CommContext) -> SymmetricComm:
+    """Build the communicator for ranks with a GPU each, on one machine."""
+    options = decode_options(NAME, context.options, SymmetricOptions)
+    if context.device != "cuda":
+        raise PluginError(f"{NAME} connects NVIDIA GPUs, not {context.device!r}; set plugins.comm=torch")
+    library = TorchComm(context, options)
+    one_shot_bytes = options.one_shot_kb << 10
+    limit = max(one_shot_bytes, options.two_shot_kb << 10)
+    num_bytes = max(limit, ALIGNMENT)
+
+    def share() -> SharedMemory:
+        store = PrefixStore("symmetric", library.store)
+        return PeerMemory(store, context, num_bytes, one_shot_bytes)
+
+    trial = new_trial(context, one_shot_bytes, num_bytes, options.trial_s)
+    return SymmetricComm(library, share, limit, context.device, trial)

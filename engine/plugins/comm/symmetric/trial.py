@@ -1,0 +1,81 @@
+"""The trial of shared memory: each rank starts a process that sums in it, and compares, before the engine does.
+
+A trial that hangs, or that breaks its GPU's context, shares nothing with the engine: it is killed.
+
+Owns: the limit of time, what a result holds for.  Does not know: what the process computes, how ranks agree.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from engine import __version__
+from engine.host.interpreters import import_path, module_command
+from engine.host.kept_results import KeptResults
+from engine.plugins.hookspecs import CommContext
+
+PROCESS = "engine.plugins.comm.symmetric.trial_process"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a driver is replaced, and GPUs are moved, between two boots
+
+
+class MemoryTrial:
+    """One rank's process.  known: whether an earlier trial here was right.
+
+    command: of the process, which fails with a status that is not 0 and the reason on its last line of stderr."""
+
+    def __init__(self, command: Sequence[str], limit_s: float, kept: KeptResults[bool]) -> None:
+        self._command = command
+        self._limit_s = limit_s
+        self._kept = kept
+        self.known = bool(kept.load())
+
+    def run(self) -> None:
+        """Run the process until it ends, at most until the limit.  Raises RuntimeError unless all was right."""
+        # A session of its own: compilers that it has started end with it.
+        with subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **import_path()},
+            start_new_session=True,
+        ) as process:
+            try:
+                errors = process.communicate(timeout=self._limit_s)[1]
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"a trial in a process of its own was not done after {self._limit_s:g} s") from None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode < 0:
+            what = signal.Signals(-process.returncode).name
+            raise RuntimeError(f"a trial in a process of its own was ended by {what}")
+        if process.returncode:
+            said = errors.decode(errors="replace").split("\n")
+            reason = next((line for line in reversed(said) if line.strip()), f"exit code {process.returncode}")
+            raise RuntimeError(f"a trial in a process of its own failed: {reason.strip()}")
+
+    def keep(self) -> None:
+        """Keep for later starts that all ranks' trials were right."""
+        self._kept.keep(True)
+
+
+def new_trial(context: CommContext, one_shot_bytes: int, num_bytes: int, limit_s: float) -> MemoryTrial | None:
+    """Return the trial of a rank; None without one: for a rank alone, ranks on several machines, or a limit of 0.
+
+    Ranks of one machine meet in a directory that is there until all are connected."""
+    if context.size == 1 or not limit_s or not context.rendezvous.startswith("file:"):
+        return None
+    sizes = [str(number) for number in (one_shot_bytes, num_bytes, limit_s)]
+    place = [str(context.rank), str(context.size), str(torch.cuda.current_device()), f"{context.rendezvous}.trial"]
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    boot = BOOT_ID.read_text() if BOOT_ID.exists() else ""
+    holds_for = ([str(gpu.uuid) for gpu in gpus], context.size, sizes[:2], torch.__version__, __version__, boot)
+    about = f"{context.size} of {gpus[0].name}"
+    command = module_command(PROCESS, *place, *sizes)
+    return MemoryTrial(command, limit_s, KeptResults("shared memory", about, holds_for, bool))

@@ -1,0 +1,108 @@
+"""The process of a trial: sums and norms in memory of several GPUs, compared with those of a rank alone.
+
+Owns: what is computed.  Does not know: the engine, what its result is used for.
+
+    python -m engine.plugins.comm.symmetric.trial_process RANK SIZE GPU RENDEZVOUS ONE_SHOT_BYTES BYTES SECONDS
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.plugins.comm.symmetric.memory import ALIGNMENT, DTYPES, PeerMemory, SharedMemory
+from engine.plugins.hookspecs import CommContext
+from engine.plugins.support.rendezvous import open_store
+
+NAME = "the trial of comm.symmetric"
+TURNS = 3  # a sum finds what the one before has left
+WIDTH = 1024
+EPS = 1e-6
+ALLOWED = 2e-2  # of a norm, whose order of adding is the kernel's
+
+
+def check_memory(memory: SharedMemory, rank: int, size: int, device: str, num_bytes: Sequence[int]) -> None:
+    """Compare sums of these sizes, and a norm, with those of a rank alone.  Raises AssertionError.
+
+    All ranks call it at once.  Numbers are so small that their sums are exact in each type."""
+    for dtype in DTYPES:
+        for one in num_bytes:
+            own = torch.empty(one // dtype.itemsize, dtype=dtype, device=device)
+            _repeat(device, partial(memory.sum_into, own), own, rank, size)
+        rows = torch.empty(2, WIDTH, dtype=dtype, device=device)
+        _check_norm(memory, rows, rank, size)
+
+
+def _repeat(device: str, work: Callable[[], None], own: Tensor, rank: int, size: int) -> None:
+    """Do the work some times over, on a GPU also as a graph replays it, and compare what it leaves in ``own``."""
+    source = torch.empty_like(own)
+
+    def step() -> None:
+        own.copy_(source)
+        work()
+
+    def compare(run: Callable[[], None], what: str) -> None:
+        for turn in range(TURNS):
+            source.copy_(numbers(own, rank, turn))
+            run()
+            expected = torch.stack([numbers(own, one, turn) for one in range(size)]).sum(0)
+            assert torch.equal(own, expected), f"{what} of {own.nbytes} bytes is wrong"
+
+    compare(step, f"a sum in {own.dtype}")
+    if device == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+        compare(graph.replay, f"a replayed sum in {own.dtype}")
+        graph.reset()
+
+
+def _check_norm(memory: SharedMemory, rows: Tensor, rank: int, size: int) -> None:
+    weight = torch.ones(rows.shape[-1], dtype=rows.dtype, device=rows.device)
+    for turn in range(TURNS):
+        x, part = torch.ones_like(rows), numbers(rows, rank, turn)
+        normed = memory.add_norm(x, part, weight, EPS)
+        if normed is None:
+            return
+        expected = 1 + torch.stack([numbers(rows, one, turn) for one in range(size)]).sum(0)
+        assert torch.equal(x, expected), f"a sum with a norm in {rows.dtype} is wrong"
+        exact = torch.nn.functional.rms_norm(expected.float(), (rows.shape[-1],), eps=EPS)
+        error = (normed.float() - exact).abs().max().item()
+        assert error <= ALLOWED, f"a norm in {rows.dtype} is off by {error:.3g}"
+
+
+def numbers(like: Tensor, rank: int, turn: int) -> Tensor:
+    """Return a rank's numbers in a turn, of at most 28, so that all can compute those of all."""
+    places = torch.arange(1, like.numel() + 1, device=like.device).view(like.shape)
+    return (places * (2 * rank + 3) * (turn + 2) // 5 % 29).to(like.dtype)
+
+
+def main(rank: str, size: str, gpu: str, rendezvous: str, one_shot_bytes: str, num_bytes: str, limit_s: str) -> None:
+    """Check the memory of this rank's GPU."""
+    signal.alarm(int(float(limit_s)) + 1)  # the kernel ends this process, even if all here hangs and the engine is gone
+    torch.cuda.set_device(int(gpu))
+    context = CommContext(int(rank), int(size), "cuda", rendezvous)
+    store = open_store(NAME, rendezvous, context.rank, context.size, float(limit_s))
+    one_shot, largest = int(one_shot_bytes), int(num_bytes)
+    memory = PeerMemory(store, context, largest, one_shot)
+    check_memory(memory, context.rank, context.size, "cuda", sizes_between(one_shot, largest, context.size))
+    torch.cuda.synchronize()
+    store.set(f"right{rank}", "1")
+    store.wait([f"right{one}" for one in range(context.size)])  # until then others read this rank's memory
+    os._exit(0)  # what libraries do at the end is no part of the trial
+
+
+def sizes_between(one_shot_bytes: int, num_bytes: int, num_ranks: int) -> list[int]:
+    """Return sizes of sums for both ways, and at their borders: wholes of the ranks' loads."""
+    unit = ALIGNMENT * num_ranks
+    wanted = (unit, one_shot_bytes, one_shot_bytes + unit, (one_shot_bytes + num_bytes) // 2, num_bytes)
+    return sorted({whole for one in wanted if unit <= (whole := one // unit * unit) <= num_bytes})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""The library of the kernels in C: its parts are those of the sources, and are compiled when a weight needs them."""
+
+import threading
+from random import Random
+
+import pytest
+import torch
+
+from engine.host.cache_folder import cache_folder
+from engine.kernels.blocks import Format, Parts, StoredWeight, block_products
+from engine.kernels.compiled import compiled
+from engine.kernels.library import compiling
+from engine.kernels.panels import PanelKind, PanelWeight, products
+from engine.kernels.sources import TABLES, TILES, tables_of, units
+from engine.settings.own_kernels import VARIABLE
+from engine.types.errors import PluginError
+from tests.kernels.stored_blocks import random_rows
+
+pytestmark = pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
+
+
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """A cache folder without a library, and a process that has loaded none."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
+def num_kept() -> int:
+    return len(list((cache_folder("kernels") or ()).glob("*.so")))
+
+
+def test_every_format_of_blocks_has_a_table_and_every_table_a_unit_of_its_own() -> None:
+    assert set(Format.__members__) <= set(TABLES)
+    every = [table for of in TILES.values() for table in of]
+    assert set(TABLES.values()) | {"pair_tiles"} == set(every)
+    assert len(set(units(every))) == len(every)
+    assert not {number for _, number in units()} - {0}
+    assert tables_of(["Q8_0", "F32", "Q4_0", "Q8_0"]) == ("plain4", "plain8")
+
+
+@pytest.mark.slow
+def test_tiles_are_compiled_when_a_weight_needs_them_and_once(anew) -> None:
+    found = products()
+    blocks = block_products()
+    assert found is not None
+    assert blocks is not None
+    weight_OI = torch.randn(8, 32)
+    PanelWeight(found, weight_OI, PanelKind.FLOATS)
+    assert num_kept() == 1
+    PanelWeight(found, weight_OI, PanelKind.BYTES)
+    PanelWeight(found, weight_OI, PanelKind.FINE_BYTES)
+    assert num_kept() == 2
+    stored = [random_rows(Random(1), kind, 8, 256) for kind in (Format.Q4_0, Format.Q6_K)]
+    StoredWeight(blocks, stored, Parts.EXACT)
+    StoredWeight(blocks, stored[:1], Parts.EXACT)
+    assert num_kept() == 3
+
+
+@pytest.mark.slow
+def test_what_is_compiled_while_torch_is_imported_is_what_a_model_then_loads(monkeypatch, anew) -> None:
+    with compiling(["bfloat16"], for_cpu=False):
+        pass
+    assert not num_kept()
+    with compiling(["bfloat16"], for_cpu=True):
+        assert threading.active_count() > 2
+    assert num_kept() == 2
+    monkeypatch.setattr("engine.kernels.sources.made", lambda *_: pytest.fail("compiled again"))
+    found = products()
+    assert found is not None
+    PanelWeight(found, torch.randn(8, 32), PanelKind.UPPER_HALVES)
+
+
+@pytest.mark.slow
+def test_tiles_that_cannot_be_compiled_name_what_to_do(monkeypatch, anew) -> None:
+    found = products()
+    assert found is not None
+    monkeypatch.setattr("engine.kernels.sources._run", lambda *_: (_ for _ in ()).throw(OSError("no compiler")))
+    with pytest.raises(PluginError, match=r"half_tiles cannot be compiled.*no compiler.*CALLBOARD_KERNELS=torch"):
+        found.need(PanelKind.HALVES)
