@@ -16,27 +16,31 @@ PAGE = DOCS / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-One TOML file; every key has a default. `callboard config` prints them all, `callboard config FILE.toml` what a file
-comes to, `--schema` the JSON Schema of it. A key that does not exist, or a value that it cannot have, is an error that
-names both.
+The configuration is one TOML file; every key has a default. `callboard config` prints all keys with their defaults,
+`callboard config FILE.toml` all values with the file applied, `callboard config --schema` the JSON Schema of the file.
+An unknown key or an invalid value is an error that names both.
 
-Values come from, the later ones first: `--set section.key=value` on the command line, an environment variable
-`CALLBOARD_SECTION__KEY`, the file, the default. What is not TOML there is a plain string.
+A value comes from the first of these that has it: `--set section.key=value` on the command line, the environment
+variable `CALLBOARD_SECTION__KEY`, the file, the default. On the command line and in the environment, a value that is
+not TOML is a string.
 
 ```console
 $ callboard serve my.toml --set kv.page_size=64 --set 'plugins.attention={ decode = "torch" }'
 $ CALLBOARD_SERVER__API_KEY="$(openssl rand -hex 32)" callboard serve my.toml --host 0.0.0.0
 ```
 
-A server that runs takes most changes under its streams: `callboard apply my.toml`, or a SIGHUP, which reads its file
-again. The column *changes* says how: *live* at once, *executors* by new executors to which the streams move, *fixed*
-not at all; *by the file* is what no request changes, but the server's own file;
-[operations.md](operations.md#settings-that-change) says more.
+Most settings can be changed while the server runs, without ending its streams: by `callboard apply my.toml`, or by a
+SIGHUP, after which the server reads its file again ([operations.md](operations.md#settings-that-change)). The column
+*changes* shows how:
 
-[several_models.md](several_models.md) says more about `[[models]]`, [scheduling.md](scheduling.md) about `scheduler`
-and `kv`, [plugins.md](plugins.md) about `plugins`. These tables are made from
-`engine/settings/sections.py` and the `settings.py` of the folders that bring settings, by
-`python -m tests.test_configuration_page`.
+- *live*: at once;
+- *executors*: by new executors, to which the streams move;
+- *fixed*: not at all, only by a restart;
+- *by the file*: in the server's own file only, not by a request.
+
+For `[[models]]` see also [several_models.md](several_models.md), for `scheduler` and `kv`
+[scheduling.md](scheduling.md), for `plugins` [plugins.md](plugins.md). `python -m tests.test_configuration_page` writes
+these tables from `engine/settings/sections.py` and the `settings.py` of the folders that have settings.
 """
 
 

@@ -15,8 +15,8 @@ import torch
 from engine.layers.attention import AttentionBatch, AttentionFactory, AttentionSpec, GraphAttentionBuilder
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import flash_attn as flash_attn_plugin
-from engine.plugins.attention import flashinfer as flashinfer_plugin
 from engine.plugins.attention import flash_mla as flash_mla_plugin
+from engine.plugins.attention import flashinfer as flashinfer_plugin
 from engine.plugins.attention import xqa as xqa_plugin
 from engine.plugins.attention.flashinfer.kernels import PagedAppend
 from engine.plugins.attention.torch import TorchAttention

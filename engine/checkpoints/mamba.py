@@ -47,8 +47,9 @@ def check_groups(fields: Fields, name: str, groups: int, heads: int) -> None:
         raise fields.error(name, groups, f"a divisor of the {heads} heads")
 
 
-def read_least_step(fields: Fields, name: str = "time_step_limit") -> float:
+def read_least_step(fields: Fields) -> float:
     """Return the least step size of the limits of step sizes; only infinity is served as the largest."""
+    name = "time_step_limit"
     limits = fields.table.get(name)
     if limits is None:
         return 0.0

@@ -699,6 +699,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     divided: whether a rank has some of the experts whole, instead of a part of each.
     exchanged: whether such ranks send only the results that they have, in steps that are not captured.
     four_bits: whether a GPU multiplies by the stacks as MXFP4 has them, and never has them as floats.
+    float8: whether a GPU multiplies by each expert's float8 elements as the file has them, with a scale per block.
     """
 
     built_by: ClassVar[str] = "engine.layers.experts:Experts"
@@ -725,6 +726,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     divided: bool = False
     exchanged: bool = False
     four_bits: bool = False
+    float8: bool = False
 
     @property
     def width(self) -> int:

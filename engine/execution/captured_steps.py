@@ -101,11 +101,6 @@ class Captures(Protocol):
         ...
 
 
-def each_sampled(step: Step) -> bool:
-    """Return whether a token is sampled after every token of a step, as where rows decode or are verified."""
-    return step.prefill_samples == step.prefill_lengths
-
-
 def token_places(step: Step) -> tuple[Int64, Int64]:
     """Return the row of each token of a step, and the position if the step states it, else -1."""
     decodes = decode_rows(step)

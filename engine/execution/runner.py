@@ -12,7 +12,7 @@ import torch
 
 from engine.actors.runner import Answer
 from engine.execution.batch import lay_out
-from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures, each_sampled, token_places
+from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures
 from engine.execution.features import RankFeature, hooks
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.profiles import Profiles
@@ -125,9 +125,11 @@ class ModelRunner:
         whole = self._whole_decodes
         if whole is None or step.admissions:
             return None
-        if step.prefill_rows and not (whole.verifies and each_sampled(step) and not self._prompts.rows):
+        each_is_sampled = step.prefill_samples == step.prefill_lengths  # as where tokens are verified
+        if step.prefill_rows and not (whole.verifies and each_is_sampled and not self._prompts.rows):
             return None
-        return whole if whole.fits(len(token_places(step)[0])) else None
+        num_tokens = len(step.decode_rows) // 4 + int(np.frombuffer(step.prefill_lengths, dtype=np.int32).sum())
+        return whole if whole.fits(num_tokens) else None
 
     def _apply(self, step: Step) -> None:
         """Take in the changes of the step."""

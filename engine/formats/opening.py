@@ -25,7 +25,7 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     if spec.quantization.method == MXFP4:
         kept = any(one.four_bits for one in spec.shape.experts)
         return CodesReader(stored) if kept else MXFP4Reader(stored)
-    return QuantizedReader(stored, spec.quantization)
+    return QuantizedReader(stored, spec.quantization, any(one.float8 for one in spec.shape.experts))
 
 
 def _with_prefix(shape: DecoderShape, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

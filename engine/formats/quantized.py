@@ -4,6 +4,7 @@ Owns: the tensors that make up a weight in each format, and the check that they 
 Does not know: which layers a model has.  Tensors that are not rounded are read as they are, without a list of them.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from engine.types.errors import WeightsError
 # Tensors for rounded inputs and a rounded KV cache; here neither is rounded.
 UNUSED = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "weight_shape")
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
+OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,15 @@ class QuantizedReader:
     """Tensors of a quantized checkpoint; a rounded weight is read as its float32 values.
 
     A rounded weight is read whole even for a part of it, since its elements are not in the order of its rows.
+    keeps_experts: whether experts' elements and scales are tensors of their own, for a kernel that reads them.
     Raises WeightsError if tensors of a weight are missing or do not fit each other.
     """
 
-    def __init__(self, stored: Mapping[str, StoredTensor], quantization: Quantization) -> None:
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], quantization: Quantization, keeps_experts: bool = False
+    ) -> None:
         self._plain = SafetensorsReader(stored)
+        self._keeps_experts = keeps_experts
         self._quantization = quantization
         self._parts: dict[str, dict[str, str]] = {}  # for each rounded weight: kind -> name of the stored tensor
         self.tensors = self._gather(stored)
@@ -84,7 +90,7 @@ class QuantizedReader:
         for name, tensor in stored.items():
             prefix, _, kind = name.rpartition(".")
             layout = next((one for one in layouts if one.main == kind and _fits(one, prefix, tensor, stored)), None)
-            if layout is None:
+            if layout is None or (self._keeps_experts and OF_EXPERT.search(name)):
                 continue
             names = {one: f"{prefix}.{one}" for one in (layout.main, *layout.needed, *layout.optional)}
             parts = {one: full for one, full in names.items() if full in stored}
@@ -99,7 +105,7 @@ class QuantizedReader:
         unused = tuple(f".{one}" for one in UNUSED)
         left = {name: one for name, one in stored.items() if name not in taken and not name.endswith(unused)}
         for name, one in left.items():
-            if one.dtype in FLOAT8:
+            if one.dtype in FLOAT8 and not (self._keeps_experts and OF_EXPERT.search(name)):
                 raise WeightsError(f"{one.file}: tensor {name!r} has dtype {one.dtype}, but its scale is missing")
         return left | seen
 

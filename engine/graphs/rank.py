@@ -134,10 +134,11 @@ class RankGraphs:
     def more(
         self, what: str, build: Callable[[CaptureKit], C], where: torch.device, max_rows: int, progress: bool
     ) -> C | None:
-        """Return work of a feature, captured; None if off, or failed under 'auto'.  where: as for ``Capturing``.
+        """Return work of a feature, captured after all steps; None if off, or failed under 'auto'.
 
+        Without captured steps nothing keeps weights where they are, and none is captured.  where: as for ``Capturing``.
         Raises GraphError on failure if the configuration names the mode."""
-        if self._recorder is None or not self.device.captures:
+        if self._recorder is None or not self.device.captures or not self._pool_serves:
             return None
         sizes = decode_sizes(min(self._settings.max_rows, max_rows))
         built = build(CaptureKit(self.device, self._recorder, Capturing(self.device, self.comm, where), sizes))

@@ -12,6 +12,9 @@ depend on the rest of its tile, and a token's results are added up in one order:
 
 Weights in 4 bits become bfloat16 in registers, exactly: a tile of them is the first operand of the product, which
 tensor cores of a Hopper GPU read from registers.
+
+With weights in float8 the inputs of both products are rounded to float8 in registers, with a scale per 128 of them, as
+``float8.py`` rounds rows for other layers; the sum over such a block is scaled and added up in float32.
 """
 
 import math
@@ -22,8 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels import float8
 from engine.kernels.activation import KINDS, activated
 from engine.kernels.products import multiply
+from engine.layers.float8_experts import BLOCK, Float8Blocks
 from engine.layers.four_bits import FourBits
 
 CLAMPED: Final = 3  # in addition to the kinds of ``activation.py``: alternating gates and ups (``clamped_swish``)
@@ -50,6 +55,9 @@ class Tiles(NamedTuple):
 
 # With more pairs, larger tiles read weights and inputs less often; a tile that is not full costs as much as a full one.
 TILES: Final = (Tiles(32, 16, 64, 64, 4), Tiles(128, 64, 32, 64, 4), Tiles(math.inf, 128, 64, 128, 8))
+FLOAT8_TILES: Final = (Tiles(32, 16, 64, 64, 4), Tiles(128, 64, 64, 128, 4), Tiles(math.inf, 128, 64, 128, 8))
+LARGEST = tl.constexpr(float8.LARGEST)
+SMALLEST = tl.constexpr(float8.SMALLEST)
 FOUR_BIT_TILES: Final = (Tiles(32, 16, 32, 64, 4, 2), Tiles(128, 64, 32, 64, 4), Tiles(math.inf, 128, 32, 64, 4))
 
 
@@ -57,8 +65,8 @@ def mix_experts(
     x_TD: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    gate_up_EOD: Tensor | FourBits,
-    down_EDI: Tensor | FourBits,
+    gate_up_EOD: Tensor | FourBits | Float8Blocks,
+    down_EDI: Tensor | FourBits | Float8Blocks,
     gate_up_bias_EO: Tensor | None,
     down_bias_ED: Tensor | None,
     kind: str,
@@ -74,14 +82,16 @@ def mix_experts(
     first_expert: number of the first expert in gate_up and down; experts that are not there add nothing.  None: all
     are there.
     x, gate_up, down: of one dtype, contiguous; or the latter two are ``FourBits``, x is bfloat16, and kind is
-    "clamped_swish".  weights: any dtype.  experts: int64, distinct for a token.
+    "clamped_swish"; or they are ``Float8Blocks``, and kind is another.  weights: any dtype.  experts: int64, distinct
+    for a token.
     kind: a name in ``KINDS``, with all of gate first; or "clamped_swish" with limit and slope, alternating.
     Sums are float32; activations and each expert's weighted result are rounded to x's dtype.
     """
     num_tokens, width = x_TD.shape
     num_chosen, packed = experts_TK.shape[1], isinstance(gate_up_EOD, FourBits)
-    gate_up, gate_up_scales = gate_up_EOD if isinstance(gate_up_EOD, FourBits) else (gate_up_EOD, None)
-    down, down_scales = down_EDI if isinstance(down_EDI, FourBits) else (down_EDI, None)
+    group = BLOCK if isinstance(gate_up_EOD, Float8Blocks) else 0
+    gate_up, gate_up_scales = (gate_up_EOD, None) if isinstance(gate_up_EOD, Tensor) else gate_up_EOD
+    down, down_scales = (down_EDI, None) if isinstance(down_EDI, Tensor) else down_EDI
     num_experts, inner = len(gate_up), gate_up.shape[2 if packed else 1] // 2
     assert kind == "clamped_swish" or not packed, f"weights in 4 bits have gates and ups in turns, not {kind}"
     for tensor in (x_TD, weights_TK, experts_TK, gate_up, down):
@@ -90,13 +100,14 @@ def mix_experts(
         return torch.empty_like(x_TD)
     num_pairs, device = num_tokens * num_chosen, x_TD.device
     order_P, counts_E = sorted_pairs(experts_TK, num_experts, first_expert or 0)
-    sizes = FOUR_BIT_TILES if packed else TILES
+    assert not group or (kind != "clamped_swish" and width % group == inner % group == 0), f"{kind}, {width}, {inner}"
+    sizes = FOUR_BIT_TILES if packed else FLOAT8_TILES if group else TILES
     tiles = next(one for one in sizes if num_pairs <= one.most_pairs * num_experts)
     num_tiles = num_pairs // tiles.pairs + min(num_experts, num_pairs)
     shared = {
         "NUM_CHOSEN": num_chosen, "NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts),
-        "BLOCK_M": tiles.pairs, "BLOCK_C": TILE_BYTES // x_TD.element_size(), "UNROLLED": tiles.unrolled,
-        "AT_ONCE": TILES_AT_ONCE,
+        "BLOCK_M": tiles.pairs, "BLOCK_C": group or TILE_BYTES // x_TD.element_size(), "UNROLLED": tiles.unrolled,
+        "AT_ONCE": TILES_AT_ONCE, "GROUP": group,
         "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
     }  # fmt: skip
     gated_PI = torch.empty((num_pairs, inner), dtype=x_TD.dtype, device=device)
@@ -261,6 +272,29 @@ def multiply_group(
 
 
 @triton.jit
+def rounded_rows(x_MC):
+    """Return rows in float8, and the float32 scale of each."""
+    x_MC = x_MC.to(tl.float32)
+    scale_M = tl.maximum(tl.max(tl.abs(x_MC), 1), SMALLEST) / LARGEST
+    shrunk_MC = tl.clamp(x_MC / scale_M[:, None], -LARGEST, LARGEST)
+    return shrunk_MC.to(tl.float8e4nv), scale_M
+
+
+@triton.jit
+def multiply_block(
+    rounded_MC, scale_M, weight, scales, block, rows_N, at, c_C, sums_MN, INNER: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Return sums + the product with rows of a weight in float8, in one block of outputs, over one block of inputs.
+
+    weight, scales: of one expert.  block: of outputs.  at: the block of inputs."""
+    weight_NC = tl.load(weight + rows_N[:, None] * INNER + c_C[None, :])
+    zeros_MN = tl.zeros([scale_M.shape[0], rows_N.shape[0]], tl.float32)
+    product_MN = multiply(rounded_MC, tl.trans(weight_NC), zeros_MN, INTERPRETED)
+    scale = tl.load(scales + block * (INNER // 128) + at)
+    return sums_MN + product_MN * (scale_M * scale)[:, None]
+
+
+@triton.jit
 def near_tile(num_tiles, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr):
     """Return (tile, block of columns) of this program.
 
@@ -278,7 +312,7 @@ def gate_pairs(
     x, order, counts, gate_up, scales, bias, out, num_tiles, limit, slope,
     INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of activation(gate(x)) * up(x) for a tile's pairs, in order."""
@@ -306,6 +340,22 @@ def gate_pairs(
             2 * WIDTH, INNER, UNROLLED, INTERPRETED,
         )  # fmt: skip
         gate_MN, up_MN = tl.split(tl.trans(both_RM).reshape(BLOCK_M, BLOCK_N, 2))
+    elif GROUP:
+        gate_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        gates = gate_up + row * INNER
+        scales += expert * (2 * WIDTH // GROUP) * (INNER // GROUP)
+        block = columns * BLOCK_N // GROUP
+        for at in range(0, INNER // GROUP):
+            c_C = at * GROUP + tl.arange(0, GROUP)
+            x_MC = tl.load(x + token_M[:, None] * INNER + c_C[None, :], mask=live_M[:, None], other=0.0)
+            rounded_MC, scale_M = rounded_rows(x_MC)
+            gate_MN = multiply_block(
+                rounded_MC, scale_M, gates, scales, block, gate_N, at, c_C, gate_MN, INNER, INTERPRETED
+            )
+            up_MN = multiply_block(
+                rounded_MC, scale_M, gates, scales, WIDTH // GROUP + block, up_N, at, c_C, up_MN, INNER, INTERPRETED
+            )
     else:
         gate_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -336,7 +386,8 @@ def down_pairs(
     gated, order, counts, down, scales, bias, weights, out, num_tiles,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr, NUM_CHOSEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of weight * down(...) for a tile's pairs, to the pairs' places."""
     tile, columns = near_tile(num_tiles, WIDTH, BLOCK_N, AT_ONCE)
@@ -356,6 +407,19 @@ def down_pairs(
             WIDTH, INNER, UNROLLED, INTERPRETED,
         )  # fmt: skip
         out_MN = tl.trans(out_NM)
+    elif GROUP:
+        out_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        scales += expert * (WIDTH // GROUP) * (INNER // GROUP)
+        block = columns * BLOCK_N // GROUP
+        for at in range(0, INNER // GROUP):
+            c_C = at * GROUP + tl.arange(0, GROUP)
+            gated_MC = tl.load(
+                gated + place_M.to(tl.int64)[:, None] * INNER + c_C[None, :], mask=live_M[:, None], other=0.0
+            )
+            rounded_MC, scale_M = rounded_rows(gated_MC)
+            out_MN = multiply_block(
+                rounded_MC, scale_M, down + row * INNER, scales, block, n_N, at, c_C, out_MN, INNER, INTERPRETED
+            )
     else:
         out_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, INNER, BLOCK_C):

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.checkpoints.shape import ExpertsShape
 from engine.layers.comm import Comm, ExchangingComm, NormingComm, Unconnected
 from engine.layers.exchange import exchanged_sum
+from engine.layers.float8_experts import Float8Blocks, StoredFloat8
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear, leavable
@@ -104,7 +105,7 @@ class Experts:
             device
         )
         pairs = zip(*(expert.linears for expert in self.experts), strict=True)
-        self._stacks = [Stack(linears, device, shape.four_bits) for linears in pairs]
+        self._stacks = [Stack(linears, device, shape) for linears in pairs]
         self.on_gpu = device.type == "cuda"
         routed = [] if self.on_gpu else [linear for expert in self.experts for linear in expert.linears]
         others = [one for one in (self.shared, self.beside) if one is not None]
@@ -214,7 +215,7 @@ class Experts:
         yield from self.router.slices(name)
         for number, expert in enumerate(self.every):
             own = f"{name}.experts.{number}"
-            slices = self._members(name, number, expert) if shape.stacked else expert.slices(own)
+            slices = self._members(name, number, expert) if shape.stacked else self._single(own, number, expert)
             held = self.first <= number < self.first + len(self.experts)
             yield from slices if held else not_here(slices)
         if self.shared is not None:
@@ -224,13 +225,25 @@ class Experts:
         if self.shared_gate is not None:
             yield whole(f"{name}.{shape.shared_gate}.weight", self.shared_gate.weight)
 
+    def _single(self, own: str, number: int, expert: Expert) -> Iterator[WeightSlice]:
+        """Yield the slices of a checkpoint that has each expert in its own tensors."""
+        if not self.shape.float8:
+            yield from expert.slices(own)
+            return
+        products = (expert.gate_up.slices(own), expert.down.slices(f"{own}.{self.shape.down}"))
+        for memory, product in zip(self._stacks, products, strict=True):
+            yield from memory.stored(product, self._place(number))
+
+    def _place(self, number: int) -> int:
+        """Return the place of an expert in the stacks; any, for an expert of another rank."""
+        return min(max(0, number - self.first), len(self.experts) - 1)
+
     def _members(self, name: str, number: int, expert: Expert) -> Iterator[WeightSlice]:
         products = (expert.gate_up.slices(""), expert.down.slices(""))
-        place = min(max(0, number - self.first), len(self.experts) - 1)  # any, for an expert of another rank
         for memory, stack, product in zip(self._stacks, self.shape.stacks, products, strict=True):
             slices = merged(product, f"{name}.{stack}")
             if self.shape.four_bits:
-                slices = memory.stored(slices, place)
+                slices = memory.stored(slices, self._place(number))
             elif not self.shape.upright:
                 slices = transposed(slices)
             for one in slices:
@@ -257,15 +270,19 @@ def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
 class Stack:
     """Contiguous memory for one linear layer of all experts.
 
-    weights: [E, O, I]; or in 4 bits after ``pack``, and ``codes`` until then.  biases_EO: None without."""
+    weights: [E, O, I]; or in 4 bits or float8 after ``pack``, and ``codes`` or ``float8`` until then.
+    biases_EO: None without."""
 
-    weights: Tensor | FourBits
+    weights: Tensor | FourBits | Float8Blocks
     codes: StoredCodes | None = None
+    float8: StoredFloat8 | None = None
 
-    def __init__(self, linears: Sequence[Linear], device: torch.device, four_bits: bool) -> None:
+    def __init__(self, linears: Sequence[Linear], device: torch.device, shape: ExpertsShape) -> None:
         like, bias = linears[0].weight, linears[0].bias
-        if four_bits:
+        if shape.four_bits:
             self.codes = StoredCodes(len(linears), like.shape[0], like.shape[1], device)
+        elif shape.float8:
+            self.float8 = StoredFloat8(len(linears), like.shape[0], like.shape[1], device)
         else:
             self.weights = parameter(len(linears), *like.shape, device=device, dtype=like.dtype)
             for linear, weight in zip(linears, self.weights, strict=True):
@@ -277,11 +294,16 @@ class Stack:
                 linear.bias = bias
 
     def stored(self, slices: Iterable[WeightSlice], place: int) -> Iterator[WeightSlice]:
-        """Yield the slices of codes and scales in place of those of weights; biases stay as they are."""
+        """Yield the slices of what is stored in place of those of weights; biases stay as they are."""
+        if self.float8 is not None:
+            yield from self.float8.slices(slices, place)
+            return
         for one in slices:
             yield from self.codes.slices(one, place) if self.codes is not None and len(one.shape) == 2 else (one,)
 
     def pack(self) -> None:
-        """Bring weights in 4 bits into the kernel's order; called once, after loading."""
+        """Bring weights in 4 bits or float8 into the kernel's order; called once, after loading."""
         if self.codes is not None:
             self.weights, self.codes = self.codes.arranged(), None
+        if self.float8 is not None:
+            self.weights, self.float8 = self.float8.arranged(), None

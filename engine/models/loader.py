@@ -25,6 +25,7 @@ from engine.formats.reader import CODES, LOADABLE, WeightReader
 from engine.host.memory import release_freed
 from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
+from engine.layers.float8_experts import SCALES
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import LinearKernel, Linears, RowKeeper
 from engine.layers.weights import WeightSlice
@@ -313,6 +314,8 @@ def _draw(slices: Iterable[WeightSlice], seed: int) -> None:
         drawn = torch.empty(one.shape or (1,), device=one.target.device).normal_(0, DUMMY_SCALE, generator=generator)
         if not one.target.is_floating_point():  # scales of 1/128; codes of all kinds
             drawn = drawn.mul_(5000 if len(one.shape) == 3 else 0).add_(120).remainder_(256)
+        if one.source.endswith(SCALES):
+            drawn.fill_(1)
         if len(one.shape) == 1 and one.source.endswith(".weight"):
             drawn += 1  # a norm's weight: around 0 it would silence its layer
         one.target.narrow(one.dim, 0, one.length).copy_(drawn.narrow(one.dim, one.start, one.length))

@@ -1,4 +1,4 @@
-"""The type that a model's weights have while it runs: what "auto" means, and whether experts stay in 4 bits.
+"""The type that a model's weights have while it runs: what "auto" means, and whether experts stay as they are stored.
 
 Owns: the choice by checkpoint and device, and its refusals.  Does not know: torch, how weights are multiplied.
 """
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 HOPPER = 9  # the generation of GPUs that multiplies float8 with every kind of scales
 # Of hidden states: products of smaller models take longer in float8 than in bfloat16 (docs/performance.md).
 FLOAT8_WIDTH = 2048
+FLOAT8_BLOCK = (128, 128)  # of weights that share a scale, for the kernel of experts
 
 
 def with_weight_type(config: Config, model: ModelSpec) -> tuple[Config, ModelSpec]:
@@ -34,6 +35,8 @@ def with_weight_type(config: Config, model: ModelSpec) -> tuple[Config, ModelSpe
     if wanted == "auto":
         wanted = _automatic(config, model)
         config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, quantization=wanted))
+    if wanted == "fp8" and not (why_not := widens_experts(config, model)):
+        return config, msgspec.structs.replace(model, shape=model.shape.with_experts(float8=True))
     if wanted != MXFP4:
         return config, model
     if why_not := needs_floats(config, model):
@@ -98,6 +101,23 @@ def needs_floats(config: Config, model: ModelSpec) -> str:
             return f"{MXFP4_GROUP} inputs share a scale, and {size} is no multiple of that"
     if config.model.experts == "cut" and any(one.expert_size % (MXFP4_GROUP * ranks) for one in experts):
         return f'{ranks} ranks would cut groups of inputs that share a scale; model.experts="divided" keeps 4 bits'
+    return ""
+
+
+def widens_experts(config: Config, model: ModelSpec) -> str:
+    """Return why a model's experts cannot stay in the checkpoint's float8, '' if they can."""
+    stored, experts = model.quantization, model.shape.experts
+    if stored is None or stored.method != "fp8" or stored.block != FLOAT8_BLOCK:
+        return "the checkpoint has no scale per block of 128 x 128"
+    if runs_on_cpu(config.device.kind) or gpu_generation() != HOPPER:
+        return "the kernel is for Hopper GPUs"
+    if not experts or any(one.stacked or not one.gate or one.activation == "clamped_swish" for one in experts):
+        return "the kernel is for experts with gates in tensors of their own"
+    if "float16" in (config.model.dtype, model.dtype if config.model.dtype == "auto" else ""):
+        return "the kernel computes in bfloat16, not in float16"
+    ranks = config.device.tensor_parallel if config.model.experts == "cut" else 1
+    if model.shape.hidden_size % FLOAT8_BLOCK[1] or any(one.expert_size % (ranks * FLOAT8_BLOCK[0]) for one in experts):
+        return 'blocks would be cut; model.experts="divided" cuts none of whole experts'
     return ""
 
 

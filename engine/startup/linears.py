@@ -36,7 +36,8 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     context = rank_context(config, spec, device, plan.dtype)
     if spec.quantization is not None:
         kept = _keeps(spec, plugins, context)
-        widened = kept and device.type == "cuda" and any(not one.four_bits for one in spec.shape.experts)
+        apart = [one for one in spec.shape.experts if not one.four_bits and not one.float8]
+        widened = device.type == "cuda" and bool(apart) and (kept or context.quantization == "fp8")
         rest = "; experts are read as the floats that they stand for" if widened else ""
         log.info("weights: %s%s", handling(spec.quantization, context.quantization, kept), rest)
         if widens(spec.quantization, context):

@@ -224,16 +224,14 @@ class ProcessExecutors:
         return structs.replace(assignment, rank=rank, progress=False)
 
 
-def process_tokenizers(
-    *, config: Config, capacity: int, module: str = "engine.workers.tokenizer_main"
-) -> Start[FromTokenizer, TokenizerInbox]:
-    """Return the function that starts tokenizers.  config: with the model's path resolved.  module: what they run."""
+def process_tokenizers(*, config: Config, capacity: int) -> Start[FromTokenizer, TokenizerInbox]:
+    """Return the function that starts tokenizers.  config: with the model's path resolved."""
     _require_linux("tokenizers", "0")
     capacity += STEPS_BEHIND  # for the link as well, which holds messages that the mailbox has not received
     return partial(
         start_child,
         assignment=TokenizerAssignment(**assignment_basics(config, capacity)),
-        module=module,
+        module="engine.workers.tokenizer_main",
         where=_any_port(config.placement.link),
         accepts=FromTokenizer,
         capacity=capacity,

@@ -112,6 +112,46 @@ def test_weights_that_are_not_stored_in_four_bits_cannot_be_kept_so(tmp_path: Pa
         engine_spec(build_config(Config(), {**sections, "device": {"kind": "cuda"}}), Stages())
 
 
+@pytest.mark.parametrize(
+    ("sections", "changes", "kept"),
+    [
+        ({}, {}, True),
+        ({"model": {"quantization": "fp8"}}, {}, True),
+        ({"model": {"quantization": "none"}}, {}, False),
+        ({"model": {"dtype": "float16"}}, {}, False),
+        ({"device": {"kind": "cpu"}}, {}, False),
+        ({"device": {"kind": "cuda", "tensor_parallel": 2}}, {}, True),
+        ({"device": {"kind": "cuda", "tensor_parallel": 4}}, {}, False),  # 64 of 256 inputs are no whole block
+        ({"model": {"experts": "divided"}, "device": {"kind": "cuda", "tensor_parallel": 4}}, {}, True),
+        ({}, {"moe_intermediate_size": 192}, False),
+        ({}, {"weight_block_size": [64, 128]}, False),
+    ],
+)
+def test_experts_in_float8_stay_so_where_the_kernel_reads_them(
+    sections: dict[str, dict[str, Any]],
+    changes: dict[str, Any],
+    kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.plugins.weight_type.gpu_generation", lambda: 9)
+    monkeypatch.setattr("engine.plugins.weight_type.multiplies_float8_blocks", lambda: True)
+    quantized = {"quant_method": "fp8", "weight_block_size": changes.pop("weight_block_size", [128, 128])}
+    fields = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16",
+        "hidden_size": 2048, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
+        "vocab_size": 100, "max_position_embeddings": 256, "quantization_config": quantized, **changes,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = {"path": str(tmp_path), "tokenizer": "none", "load_format": "dummy", **sections.get("model", {})}
+    merged = {"device": {"kind": "cuda"}, **sections, "model": model}
+    found = engine_spec(build_config(Config(), merged), Stages())
+    assert {one.float8 for one in found.model.shape.experts} == {kept}
+    if kept:
+        assert found.config.model.quantization == "fp8"
+
+
 def gpt_oss_config(directory: Path, sections: dict[str, dict[str, Any]], **changes: Any) -> Config:
     """The configuration of a gpt-oss whose weights are drawn."""
     fields = {

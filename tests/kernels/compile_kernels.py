@@ -35,6 +35,7 @@ from engine.kernels.rotary import angle_table
 from engine.kernels.rounding import add_norm_round, gated_round, round_rows
 from engine.kernels.routing import choose_experts
 from engine.kernels.summed_norm import SLOTS, RanksMemory, sum_add_norm
+from engine.layers.float8_experts import StoredFloat8
 from engine.layers.four_bits import StoredCodes
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.step import DecodeInputs
@@ -96,6 +97,9 @@ def experts(dtype: torch.dtype) -> None:
             chosen_TK = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device="meta")
             kind = "clamped_swish" if biased else "silu"
             mix_experts(x_TD, weights_TK, chosen_TK, gate_up, down, *(biases if biased else (None, None)), kind)
+            if not biased and dtype == torch.bfloat16:
+                blocks = [StoredFloat8(*one.shape, torch.device("meta")).arranged() for one in (gate_up, down)]
+                mix_experts(x_TD, weights_TK, chosen_TK, *blocks, None, None, kind)
             if biased and dtype == torch.bfloat16:
                 codes = [StoredCodes(*one.shape, torch.device("meta")).arranged() for one in (gate_up, down)]
                 mix_experts(x_TD, weights_TK, chosen_TK, *codes, *biases, kind)
@@ -243,5 +247,5 @@ if __name__ == "__main__":
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
                 about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}
-                row = {**about, **resources(kernel), **order(kernel)}
+                row = {**about, **resources(kernel), **order(kernel), "float8": kernel.asm["ptx"].count("e4m3.e4m3")}
                 print(json.dumps(row), flush=True)

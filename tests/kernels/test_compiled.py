@@ -68,8 +68,13 @@ def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
         # Sine and cosine of a large angle keep its digits in an array, which some versions put there.
         assert row.get("stack", 0) == 0 or row["kernel"] == "tabulate_angles", row
         # What a program gets on every GPU, and what Ampere and later ones give to a program that asks for more.
-        most = 227 if row["kernel"] in OF_HOPPER else 96 if row["kernel"] in TILED else 48
+        most = 227 if row["kernel"] in OF_HOPPER or row["float8"] else 96 if row["kernel"] in TILED else 48
         assert row["shared"] <= most << 10, row
+
+
+def test_experts_in_float8_are_multiplied_by_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
+    for name in ("gate_pairs", "down_pairs"):
+        assert sum(row["kernel"] == name and row["float8"] > 0 for row in compiled) == 2, "both sizes for many pairs"
 
 
 def test_products_have_one_variant_for_every_number_of_rows(compiled: list[dict[str, Any]]) -> None:

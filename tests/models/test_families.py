@@ -32,8 +32,8 @@ INTRODUCTION = """\
 # Models
 
 `callboard models` lists the architectures that can be served here, those of installed plugins among them. A
-checkpoint is of the architecture that `architectures` in its `config.json` names first; another one is refused at
-start, with a list of these.
+checkpoint's architecture is the first name of `architectures` in its `config.json`. One that is not in the list is
+served [through transformers](#through-transformers) if possible, and otherwise refused at start.
 
 Each family is a file of `engine/plugins/model/` that says what the model is made of, and passes the conformance kit
 on tiny checkpoints that transformers writes, one for each variant below: in float32 its logits are within 1e-4 of
@@ -46,23 +46,25 @@ by `python -m tests.models.test_families`.
   `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. The
   experts of gpt-oss are read in MXFP4, as they are published, and in floats. Those in MXFP4 stay in 4 bits, on CPUs too
   ([checkpoints.md](checkpoints.md#quantized-weights)).
-- With several ranks each has a part of every expert; `model.experts = "divided"` gives each some of the experts whole,
-  which keeps products large. Every rank has every token's state, so no token is sent to an expert. With
-  `"exchanged"` a rank sends only the results that it has, by an all-to-all, to the rank that adds them up (not in
-  captured steps, and not with an expert that takes all tokens); a sum sends zeros too. What is served through
-  transformers has no experts to divide.
+- With several ranks each has a part of every expert; `model.experts = "divided"` gives each rank some whole experts,
+  which keeps products large. Every rank has the states of all tokens, so no token is sent to an expert, and results
+  are added up over the ranks, zeros included. With `"exchanged"` a rank sends only the results that it has, by an
+  all-to-all, to the rank that adds them up (not in captured steps, and not with an expert that takes all tokens).
+  Models that are served through transformers have no experts to divide.
 - Recurrent layers keep a state of a fixed size for each running request, as
   [recurrent_layers.md](recurrent_layers.md) says: short convolutions (LFM2), the gated delta rule (Qwen3-Next,
   Qwen3.5, OLMo hybrid, Kimi-Linear), Mamba 2 (Granite 4, Nemotron-H, Falcon-H1, Bamba), lightning attention
-  (MiniMax-Text-01). The layers of Qwen3-Next, Qwen3.5 and Nemotron that predict several tokens are not read.
+  (MiniMax-Text-01). The layer for multi-token prediction of Nemotron is not read.
   [performance.md](performance.md#recurrent-layers) has the speed of these layers.
-- Of OLMo hybrid and Kimi-Linear the published layout is read. transformers saves the convolutions of OLMo hybrid, and
+- OLMo hybrid and Kimi-Linear are read in the published layout. transformers saves the convolutions of OLMo hybrid, and
   the MLPs of Kimi-Linear, under other names or sizes: such a file is refused, with the first tensor that is missing.
-  Of MiniMax-Text-01 and M1 the first files are read, and those of `-hf`; `rotary_dim` is how much of a head rotates.
+  MiniMax-Text-01 and M1 are read in their first layout and in that of `-hf`; `rotary_dim` is the part of a head that
+  rotates.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
-  whole on every rank. Prompts are computed on latents as well. The extra layers of V3 that predict several tokens are
-  not read. In DeepSeek V3.2 and GLM-5 a query sees the `index_topk` tokens (2,048) that an indexer chooses: up to so
-  many tokens these are all of them, so a sequence ends there, and the indexer is not read.
+  whole on every rank. Prompts are computed on latents as well. Layers for multi-token prediction are read with
+  [`plugins.proposer = "mtp"`](scheduling.md#multi-token-prediction) alone. In DeepSeek V3.2 and GLM-5 a query sees the
+  `index_topk` tokens (2,048) that an indexer chooses. Sequences end at this length, up to which these are all tokens,
+  and the indexer is not read.
 - Llama 4's layers with positions see chunks of 8,192 tokens, which `attention.torch` computes for any page size that
   divides them; the other attention backends are refused by name.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
@@ -79,7 +81,7 @@ by `python -m tests.models.test_families`.
 - Two settings of Gemma 3 differ from transformers. One with `attn_logit_softcapping`, which transformers reads and
   ignores, is refused. `truncate` of YaRN counts in each of the two sets of rotary settings; transformers looks for it
   beside them, so it takes true.
-- Whatever no family knows is computed by its class in transformers, if that is installed (`pip install
+- A decoder of no family is computed by its class in transformers, if that is installed (`pip install
   'callboard[transformers]'`): see below.
 
 Every family's decoder is also read under another head, or under none: [pooling.md](pooling.md).
@@ -176,23 +178,23 @@ with transformers, token for token or by its logits in float32: `families` is
 THROUGH = """
 ## Through transformers
 
-A decoder that none of these families knows is made of its class in transformers, whose attention calls and linear
-layers are then ours: pages, prefix cache, chunked prompts, quantised weights, kernels and the scheduler are the same,
+A decoder of none of these families is built from its class in transformers, whose attention calls and linear layers
+callboard replaces: pages, prefix cache, chunked prompts, quantised weights, kernels and the scheduler are the same,
 and the log says `served through transformers`. A family of its own is faster, as
 `benchmarks/bench_through_transformers.py` measures. `plugins.models = ["transformers"]` serves the families above like
-this, too.
+this.
 
-What a class does is found out by running it without weights, once for each `config.json`: it must call transformers'
-attention interface once for each layer, with masks that are causal or have one sliding window, and with keys and
-values of the step's own tokens. All others are refused at start, with the reason: attention of their own or with ALiBi
-(Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models that no family above is for, encoders, layers with different
-numbers of query heads. Where key/value heads differ from layer to layer (Gemma 4), every layer's pages are as large as
-those of the widest, and layers that share keys and values (Gemma 3n, 4) each store them. Code that a repository
-brings along is not run.
+Whether a class can be served is found out by running it without weights, once for each `config.json`: it must call
+transformers' attention interface once for each layer, with masks that are causal or have one sliding window, and with
+keys and values of the step's own tokens. All others are refused at start, with the reason: attention of their own or
+with ALiBi (Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models that no family above is for, encoders, layers with
+different numbers of query heads. Where key/value heads differ from layer to layer (Gemma 4), every layer's pages are
+as large as those of the widest, and layers that share keys and values (Gemma 3n, 4) each store them. Code that a
+repository contains is not run.
 
 With several ranks, what transformers' tensor-parallel plan cuts by columns and rows is cut, and the rest, such as
 experts, is held by every rank; without a plan one rank serves. Experts are multiplied by transformers' own kernels, and
-are not rounded by `model.quantization`. GPUs have not been tried yet.
+are not rounded by `model.quantization`. On a GPU only the demo model has been tried.
 
 Checked like the families above, on one tiny checkpoint each:
 

@@ -24,11 +24,10 @@ from tests.server.live_server import LiveServer
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 HEADING = "## Access to routes\n"
 INTRODUCTION = """
-*open* needs no key, *client* a client's or an operator's, *operator* an operator's;
-[operations.md](operations.md#routes-for-operators) says what these are. Each handler declares its access, and
-has none by default.
-This table is made from the code by `python -m tests.server.test_access_page`.
-Routes of a router are those of its replicas and `/replicas`.
+*open* routes need no key, *client* routes a client's or an operator's key, *operator* routes an operator's;
+see [operations.md](operations.md#routes-for-operators). Each handler declares its access; there is no default.
+A router of replicas has the routes of its replicas, and those below `/replicas`.
+`python -m tests.server.test_access_page` writes this table from the code.
 
 | route | access |
 |---|---|

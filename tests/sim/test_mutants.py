@@ -4,7 +4,8 @@ from functools import cache
 
 import pytest
 
-from server.extensions.chaos.sim.mutants import MUTANTS, Mutant, planted
+from server.extensions.chaos.sim import mutants
+from server.extensions.chaos.sim.mutants import Mutant, mutants_of
 from server.extensions.chaos.sim.world import RunOutcome
 from tests.sim.run import play_seed
 
@@ -17,7 +18,7 @@ TELLING = (70, 4, 49, 47, 42, 126, 35, 149)
 
 def first_failure(mutant: Mutant) -> RunOutcome | None:
     """Of the telling seeds and the first ones, the first that fails while the bug is there."""
-    with planted(mutant):
+    with mutant.planted():
         for seed in (*TELLING, *range(NUM_SEEDS)):
             outcome, _ = play_seed(seed)
             if outcome.failure is not None:
@@ -31,8 +32,8 @@ def failure_without(seed: int) -> tuple[str, str] | None:
     return play_seed(seed)[0].failure
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", mutants_of(mutants), ids=lambda mutant: mutant.name)
 def test_a_planted_bug_is_found_and_is_what_was_found(mutant: Mutant) -> None:
     failed = first_failure(mutant)
-    assert failed is not None, f"{mutant.__name__} survives {NUM_SEEDS} seeds"
-    assert failure_without(failed.seed) is None, f"seed {failed.seed} fails without {mutant.__name__} too"
+    assert failed is not None, f"{mutant.name} survives {NUM_SEEDS} seeds"
+    assert failure_without(failed.seed) is None, f"seed {failed.seed} fails without {mutant.name} too"

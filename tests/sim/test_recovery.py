@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 
 from engine.features.recording.shrink import shrink
-from server.extensions.chaos.sim.mutants import Mutant, planted
+from server.extensions.chaos.sim import recovery_mutants
+from server.extensions.chaos.sim.mutants import Mutant, mutants_of
 from server.extensions.chaos.sim.recovery import Plan, WorkerWorld, draw, play
-from server.extensions.chaos.sim.recovery_mutants import MUTANTS, a_lost_fronts_requests_go_on
+from server.extensions.chaos.sim.recovery_mutants import a_lost_fronts_requests_go_on
 from server.extensions.chaos.sim.traffic import KINDS
 
 NUM_SEEDS = 200
@@ -60,7 +61,7 @@ def test_whatever_befalls_workers_all_comes_to_rest_or_is_given_up_in_time() -> 
 
 def first_failure(mutant: Mutant) -> WorkerWorld | None:
     """Of the first seeds, the first that fails while the bug is there."""
-    with planted(mutant, MUTANTS):
+    with mutant.planted():
         for seed in range(MUTANT_SEEDS):
             world = play(draw(seed))
             if world.failure is not None:
@@ -68,17 +69,17 @@ def first_failure(mutant: Mutant) -> WorkerWorld | None:
     return None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", mutants_of(recovery_mutants), ids=lambda mutant: mutant.name)
 def test_a_planted_bug_is_found_and_is_what_was_found(mutant: Mutant) -> None:
     failed = first_failure(mutant)
-    assert failed is not None, f"{mutant.__name__} survives {MUTANT_SEEDS} seeds"
-    assert play(failed.plan).failure is None, f"seed {failed.plan.seed} fails without {mutant.__name__} too"
+    assert failed is not None, f"{mutant.name} survives {MUTANT_SEEDS} seeds"
+    assert play(failed.plan).failure is None, f"seed {failed.plan.seed} fails without {mutant.name} too"
 
 
 def test_a_failing_run_becomes_a_short_one_that_fails_the_same_way() -> None:
     failed = first_failure(a_lost_fronts_requests_go_on)
     assert failed is not None
-    with planted(a_lost_fronts_requests_go_on, MUTANTS):
+    with a_lost_fronts_requests_go_on.planted():
         kept = shrink_plan(failed.plan)
         again = play(failed.plan.only(kept))
         told = explain(failed)

@@ -4,7 +4,7 @@ import pytest
 
 from engine.features.recording.shrink import shrink
 from server.extensions.chaos.sim.dice import draw
-from server.extensions.chaos.sim.mutants import a_page_leaks_when_a_row_is_released, an_unlock_is_missed, planted
+from server.extensions.chaos.sim.mutants import a_page_leaks_when_a_row_is_released, an_unlock_is_missed
 from tests.sim.run import explain, play_seed, replay_line, shrink_seed
 
 OPS = list(range(40))
@@ -32,7 +32,7 @@ def test_time_that_is_up_leaves_what_was_found() -> None:
 
 @pytest.mark.slow
 def test_a_failing_seed_becomes_a_few_operations_that_fail_the_same_way() -> None:
-    with planted(an_unlock_is_missed):
+    with an_unlock_is_missed.planted():
         whole, _ = play_seed(0)
         ops, order = shrink_seed(0, limit_s=20.0)
         part, _ = play_seed(0, order, ops)
@@ -44,7 +44,7 @@ def test_a_failing_seed_becomes_a_few_operations_that_fail_the_same_way() -> Non
 
 
 def test_a_failure_is_told_with_the_lines_that_replay_it() -> None:
-    with planted(a_page_leaks_when_a_row_is_released):
+    with a_page_leaks_when_a_row_is_released.planted():
         outcomes = [play_seed(seed)[0] for seed in (1, 0)]
         text = explain(outcomes, limit_s=5.0)
         ops, order = shrink_seed(0, limit_s=5.0)

@@ -5,9 +5,10 @@ from functools import cache
 
 import pytest
 
+from server.extensions.chaos.sim import state_mutants
 from server.extensions.chaos.sim.dice import WITH_STATES, draw
-from server.extensions.chaos.sim.mutants import Mutant, planted
-from server.extensions.chaos.sim.state_mutants import MUTANTS, a_rejected_token_stays_in_the_state
+from server.extensions.chaos.sim.mutants import Mutant, mutants_of
+from server.extensions.chaos.sim.state_mutants import a_rejected_token_stays_in_the_state
 from server.extensions.chaos.sim.world import RunOutcome
 from tests.sim.run import Sweep, explain, play_seed, sweep
 
@@ -52,7 +53,7 @@ def test_hundreds_of_seeds_pass_and_everything_happens_in_them() -> None:
 
 def first_failure(mutant: Mutant, seeds: Iterable[int] = SEEDS) -> RunOutcome | None:
     """The first failure of the seeds while the bug is there."""
-    with planted(mutant, MUTANTS):
+    with mutant.planted():
         outcomes = (play_seed(seed)[0] for seed in seeds)
         return next((outcome for outcome in outcomes if outcome.failure is not None), None)
 
@@ -64,11 +65,11 @@ def failure_without(seed: int) -> tuple[str, str] | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", mutants_of(state_mutants), ids=lambda mutant: mutant.name)
 def test_a_planted_bug_is_found_and_is_what_was_found(mutant: Mutant) -> None:
     failed = first_failure(mutant)
-    assert failed is not None, f"{mutant.__name__} survives {NUM_SEEDS} seeds"
-    assert failure_without(failed.seed) is None, f"seed {failed.seed} fails without {mutant.__name__} too"
+    assert failed is not None, f"{mutant.name} survives {NUM_SEEDS} seeds"
+    assert failure_without(failed.seed) is None, f"seed {failed.seed} fails without {mutant.name} too"
 
 
 @pytest.mark.slow

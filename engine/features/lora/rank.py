@@ -1,4 +1,4 @@
-"""Adapters on a rank: slots next to the weights, and steps with an adapter, whose prompts run without graphs.
+"""Adapters on a rank: slots next to the weights, and the model that steps with an adapter run.
 
 Owns: when slots are filled, and which model a step runs.  Does not know: what the products compute, files.
 """

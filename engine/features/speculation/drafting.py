@@ -181,28 +181,38 @@ class Drafter:
         rows_B, first_B, counts_B = np.unique(rows_K, return_index=True, return_counts=True)
         ends_B = positions_K[first_B]
         drafting_B = self._replay(rows_B, ends_B, counts_B)
-        if drafting_B is None:
-            drafting_B = self._read(step.step_id, rows_B, ends_B)
-            for nth in range(1, int(counts_B.max())):
-                more = rows_B[drafting_B & (counts_B > nth)]
-                if len(more):
-                    self._pass(Step(step_id=step.step_id, decode_rows=more.tobytes()))
+        if not drafting_B.all():
+            rest_B = ~drafting_B
+            drafting_B[rest_B] = self._one_by_one(step.step_id, rows_B[rest_B], ends_B[rest_B], counts_B[rest_B])
         said_K = self._rows.tokens_at(rows_K, positions_K)
         if said_K.is_cuda:
             said_K = torch.empty_like(said_K, device="cpu", pin_memory=True).copy_(said_K, non_blocking=True)
         return Drafted(rows_K, np.isin(rows_K, rows_B[drafting_B]), said_K)
 
-    def _replay(self, rows_B: Int32, ends_B: Int32, counts_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """Draft by one graph; None if there is none for these rows, or one of them lacks too much."""
+    def _replay(self, rows_B: Int32, ends_B: Int32, counts_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Draft by one graph.  Return for which rows: not for those that lack too much, nor if there is no graph."""
         computed_B = np.minimum(self._rows.computed[rows_B], ends_B - 1)
-        lacking_B, chain = ends_B - computed_B, self._chain
-        if chain is None or not chain.fits(len(rows_B)) or lacking_B.max() > chain.width:
-            return None
-        chain.replay(rows_B, ends_B, lacking_B, counts_B)
-        self._rows.computed[rows_B] = ends_B + counts_B - 1
-        for row, start, end in zip(rows_B.tolist(), computed_B.tolist(), ends_B.tolist(), strict=True):
+        chain = self._chain
+        short_B = ends_B - computed_B <= (0 if chain is None else chain.width)
+        if chain is None or not short_B.any() or not chain.fits(int(short_B.sum())):
+            return np.zeros(len(rows_B), dtype=np.bool_)
+        rows, ends, counts, computed = rows_B[short_B], ends_B[short_B], counts_B[short_B], computed_B[short_B]
+        chain.replay(rows, ends, ends - computed, counts)
+        self._rows.computed[rows] = ends + counts - 1
+        for row, start, end in zip(rows.tolist(), computed.tolist(), ends.tolist(), strict=True):
             self._note_filled(row, start, end)
-        return np.ones(len(rows_B), dtype=np.bool_)
+        return short_B
+
+    def _one_by_one(
+        self, step_id: int, rows_B: Int32, ends_B: Int32, counts_B: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Draft by passes of their own.  Return for which rows, as ``_read``."""
+        drafting_B = self._read(step_id, rows_B, ends_B)
+        for nth in range(1, int(counts_B.max())):
+            more = rows_B[drafting_B & (counts_B > nth)]
+            if len(more):
+                self._pass(Step(step_id=step_id, decode_rows=more.tobytes()))
+        return drafting_B
 
     def _read(self, step_id: int, rows_B: Int32, ends_B: Int32) -> npt.NDArray[np.bool_]:
         """Compute what each row lacks before ``ends_B``, as far as one pass goes.

@@ -46,6 +46,7 @@ from engine.messages import FeatureRequest
 from engine.models.decoder import Decoder
 from engine.models.model import Model, build_model
 from engine.plugins.families import read_model
+from engine.plugins.weight_type import with_weight_type
 from engine.text.pictures import NAME as PICTURES
 from engine.types.errors import CallboardError, WeightsError
 
@@ -157,7 +158,7 @@ class WeightsRank(RankFeature):
         config = context.config
         spec = context.spec
         if weights.directory:
-            spec = read_model(Path(weights.directory), config.plugins, config.model)
+            _, spec = with_weight_type(config, read_model(Path(weights.directory), config.plugins, config.model))
         check_same_model(context.spec, spec, config.model.load_format)
         self._check_files(spec, weights)
         if (dtype := choose_dtype(config.model.dtype, context.device, spec.dtype)) != context.dtype:

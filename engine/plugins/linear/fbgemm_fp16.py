@@ -73,7 +73,6 @@ class HalfWeight:
         self.nbytes = weight_OI.numel() * torch.float16.itemsize
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + bias."""
         num_rows = x_TI.shape[0]  # ``len`` of a tensor takes several times as long
         padding = -num_rows % self._row_step
         x_PI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI.contiguous()

@@ -45,7 +45,6 @@ class FbgemmInt8Weight:
         self.nbytes = weight_OI.numel() + scales_O.nbytes * 3  # with FBGEMM's zero points and sums of the rows
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + bias."""
         # A row of zeros becomes 0 / 0, then some integers, finite sums of them and, times its scale of 0, zeros again.
         scales_T1 = x_TI.abs().amax(1, keepdim=True)
         y_TO: Tensor = _product(x_TI / scales_T1, INPUT_SCALE, INPUT_ZERO, self._packed).mul_(scales_T1)

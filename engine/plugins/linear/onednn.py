@@ -49,7 +49,6 @@ class BlockedWeight:
         self.nbytes = weight_OI.nbytes * (1 if self._transposed_IO is None else 2)
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + bias."""
         if self._transposed_IO is not None and x_TI.shape[0] == 1:
             if bias_O is None:
                 return torch.mm(x_TI, self._transposed_IO)

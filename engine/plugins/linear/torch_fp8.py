@@ -51,7 +51,6 @@ class Float8Weight:
         self.nbytes = self._weight_OI.nbytes + self._scales_1O.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + bias."""
         if not len(x_TI):
             return torch.empty((0, len(self._weight_OI)), dtype=self._dtype, device=x_TI.device)
         rounded_TI, scales_T1 = (x_TI, x_TI.scales_TG) if isinstance(x_TI, RoundedRows) else round_rows(x_TI)

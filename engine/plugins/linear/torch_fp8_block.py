@@ -112,7 +112,6 @@ class Fp8BlockWeight:
         self.nbytes = self._weight_OI.nbytes + self._scales_LB.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + bias."""
         if not len(x_TI):
             return x_TI.new_empty((0, len(self._weight_OI)), dtype=torch.bfloat16)
         rounded_TI, scales_TC, num_rows = _in_groups(x_TI)

@@ -49,7 +49,6 @@ class Int4Weight:
         self.nbytes = self._packed.nbytes + self._scales_and_zeros_GO2.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + bias."""
         if not len(x_TI):
             return x_TI.new_empty((0, self._outputs))
         y_TO: Tensor = self._product(x_TI.contiguous(), self._packed, GROUP, self._scales_and_zeros_GO2)

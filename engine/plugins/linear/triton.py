@@ -28,7 +28,6 @@ class FixedWeight:
         self.nbytes = self._weight_OI.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + bias."""
         return self._product(x_TI, self._weight_OI, bias_O)
 
 

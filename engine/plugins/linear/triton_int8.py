@@ -43,7 +43,6 @@ class Int8Weight:
         self.nbytes = self._integers_OI.nbytes + self._scales_O.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + bias."""
         for most_rows, product in self._products.items():
             if len(x_TI) <= most_rows:
                 return product(x_TI, self._integers_OI, bias_O, self._scales_O)

@@ -32,7 +32,6 @@ class RowsWeight:
         self.nbytes = self._weight_OI.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + bias."""
         if len(x_TI) <= MOST_ROWS:
             return self._product(x_TI, self._weight_OI, bias_O)
         return torch.nn.functional.linear(x_TI, self._weight_OI, bias_O)

@@ -4,14 +4,12 @@ Owns: their names, the words about them, the kind of run that finds each.  Does 
 An issue describes the same mistake at the same place of another engine's design, not the same lines.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from server.extensions.chaos.fleet import bugs as fleet_bugs
 from server.extensions.chaos.rejoin import bugs as rejoin_bugs
 from server.extensions.chaos.sim import mutants, recovery_mutants, state_mutants
-from server.extensions.chaos.sim.mutants import Mutant, planted
+from server.extensions.chaos.sim.mutants import Mutant, mutants_of
 from server.extensions.chaos.split import bugs as split_bugs
 
 # The name of a bug -> an issue or pull request of another engine.
@@ -58,39 +56,35 @@ ISSUES = {
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A bug.  kind: of the runs that find it.  place: the method that it replaces."""
+    """A bug.  kind: of the runs that find it."""
 
-    name: str
     kind: str
-    place: str
-    issue: str
     mutant: Mutant
-    table: dict[Mutant, tuple[Any, str]]
 
-    def planted(self) -> AbstractContextManager[None]:
-        """Plant it for as long as the context lasts."""
-        return planted(self.mutant, self.table)
+    @property
+    def name(self) -> str:
+        """Return the name of the function that describes it."""
+        return self.mutant.name
+
+    @property
+    def place(self) -> str:
+        """Return the method that it replaces."""
+        return f"{getattr(self.mutant.owner, '__name__', self.mutant.owner)}.{self.mutant.method}"
+
+    @property
+    def issue(self) -> str:
+        """Return another engine's issue, or ''."""
+        return ISSUES.get(self.name, "")
 
 
 def all_bugs() -> dict[str, Bug]:
     """Return the bugs by name."""
-    tables: dict[str, dict[Mutant, tuple[Any, str]]] = {
-        "engine": mutants.MUTANTS,
-        "states": state_mutants.MUTANTS,
-        "workers": recovery_mutants.MUTANTS,
-        "fleet": fleet_bugs.MUTANTS,
-        "split": split_bugs.MUTANTS,
-        "rejoin": rejoin_bugs.MUTANTS,
+    modules = {
+        "engine": mutants,
+        "states": state_mutants,
+        "workers": recovery_mutants,
+        "fleet": fleet_bugs,
+        "split": split_bugs,
+        "rejoin": rejoin_bugs,
     }
-    return {
-        mutant.__name__: Bug(
-            name=mutant.__name__,
-            kind=kind,
-            place=f"{getattr(owner, '__name__', owner)}.{method}",
-            issue=ISSUES.get(mutant.__name__, ""),
-            mutant=mutant,
-            table=table,
-        )
-        for kind, table in tables.items()
-        for mutant, (owner, method) in table.items()
-    }
+    return {mutant.name: Bug(kind, mutant) for kind, module in modules.items() for mutant in mutants_of(module)}

@@ -143,13 +143,12 @@ def seeds() -> Iterator[int]:
     yield from dict.fromkeys((*TELLING, *range(MOST_SEEDS)))
 
 
-def hunt(bug: Bug, on_run: Callable[[RunReport], None] = lambda run: None) -> RunReport | None:
+def hunt(bug: Bug) -> RunReport | None:
     """Plant a bug and return the first run that fails, None if it survives all seeds."""
     kind: RunKind = KINDS[bug.kind]
-    with bug.planted():
+    with bug.mutant.planted():
         for seed in seeds():
             run = kind.play(seed)
-            on_run(run)
             if run.found_by:
                 return run
     return None

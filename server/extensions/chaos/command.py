@@ -193,7 +193,7 @@ def _hunted(bug: "object", console: Console, limit_s: float, *, is_alone: bool) 
     if failed is None:
         console.print("  it was not found", style="red")
         return row
-    with bug.planted():
+    with bug.mutant.planted():
         small = shrunk(failed, limit_s)
     without = KINDS[bug.kind].play(failed.seed)
     row |= {"seed": str(failed.seed), "found_by": failed.found_by, "why": small.run.why or failed.why}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduling.pages import PageManager
 from server.cli import main
 from server.extensions.chaos import arguments
 from server.extensions.chaos.bugs import ISSUES, Bug, all_bugs
@@ -59,7 +58,7 @@ def test_a_failure_becomes_a_few_operations() -> None:
     bug = BUGS["a_stream_goes_on_a_token_too_early"]
     failed = hunt(bug)
     assert failed is not None
-    with bug.planted():
+    with bug.mutant.planted():
         small = shrunk(failed, limit_s=10.0)
     assert 1 <= len(small.kept) <= 4
     assert small.run.found_by
@@ -91,7 +90,7 @@ def test_a_bug_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) ->
     assert "there is no such bug" in capsys.readouterr().err
 
 
-def test_a_recording_is_replayed_with_faults_and_a_bug_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_is_replayed_with_faults_and_a_bug_shows(tmp_path: Path) -> None:
     driver = Driver(tmp_path, names={"eviction": "lru", "policy": "priority"})
     driver.run(2)
     driver.recorder.write("test")
@@ -100,5 +99,5 @@ def test_a_recording_is_replayed_with_faults_and_a_bug_shows(tmp_path: Path, mon
     found = [disturbed(path, seed) for seed in (1, 3, 4)]
     assert not any(fault for fault, _ in found), found
     assert all(" 0 aborts" not in done and " 0 losses" not in done for _, done in found), found
-    monkeypatch.setattr(PageManager, "release", a_page_is_freed_twice(PageManager.release))
-    assert any(disturbed(path, seed)[0] for seed in range(1, 4))
+    with a_page_is_freed_twice.planted():
+        assert any(disturbed(path, seed)[0] for seed in range(1, 4))

@@ -23,7 +23,7 @@ from engine.messages import Admit, StepDone
 from engine.scheduling.planner import Planner
 from engine.scheduling.step_builder import StepBuilder
 from engine.types.params import SamplingParams
-from server.extensions.chaos.sim.mutants import planted
+from server.extensions.chaos.sim.mutants import instead_of
 from tests.scheduling.bench import Bench, prompt_of
 
 PROMPT = prompt_of(45)
@@ -61,13 +61,13 @@ def claimed_while_pages_land() -> tuple[list[int], list[int]]:
     return at_once, lent(orders(planner))
 
 
-def pages_are_lent_before_they_are_filled(attach: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: HandoverPlanner, step: StepBuilder) -> None:
-        attach(self, step)
-        if step.notes.pop(NAME, None):
-            self._filling.pop()
-
-    return mutant
+@instead_of(HandoverPlanner, "attach")
+def pages_are_lent_before_they_are_filled(
+    attach: Callable[..., None], self: HandoverPlanner, step: StepBuilder
+) -> None:
+    attach(self, step)
+    if step.notes.pop(NAME, None):
+        self._filling.pop()
 
 
 def test_pages_are_lent_when_they_are_filled() -> None:
@@ -75,7 +75,5 @@ def test_pages_are_lent_when_they_are_filled() -> None:
 
 
 def test_a_planner_that_does_not_wait_for_them_is_noticed() -> None:
-    with planted(
-        pages_are_lent_before_they_are_filled, {pages_are_lent_before_they_are_filled: (HandoverPlanner, "attach")}
-    ):
+    with pages_are_lent_before_they_are_filled.planted():
         assert claimed_while_pages_land() == ([11], [])

@@ -1,4 +1,4 @@
-"""Steps with adapters go past the graphs, and steps without any are replayed as ever."""
+"""Steps with adapters go past graphs that have none, and steps without any are replayed as ever."""
 
 from types import SimpleNamespace
 from typing import Any

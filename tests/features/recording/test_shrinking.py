@@ -1,6 +1,5 @@
 """A bug of the scheduler is found from the file alone, and few operations are left of the recording."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from engine.features.recording.file import read_recording, write_recording
 from engine.features.recording.replay import Replay
 from engine.features.recording.shrinking import play_ops, shrunk, story_of
 from engine.features.speculation.messages import NAME, drafted_of, drafted_part
-from engine.kv.radix import RadixTree
 from engine.messages import Step, StepDone
 from engine.plugins.blueprint import Blueprint
 from engine.scheduling.pages import PageManager
@@ -23,6 +21,7 @@ from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
 from engine.types.notices import Reconfigure
 from server.extensions.chaos.sim.mutants import (
+    Mutant,
     a_page_is_freed_twice,
     a_page_leaks_when_a_row_is_released,
     an_unlock_is_missed,
@@ -33,19 +32,14 @@ from tests.scheduling.fake_device import FakeDevice
 pytestmark = pytest.mark.slow
 
 MANY = 50
-BUGS = {
-    a_page_is_freed_twice: (PageManager, "release"),
-    a_page_leaks_when_a_row_is_released: (PageManager, "release"),
-    an_unlock_is_missed: (RadixTree, "unlock"),
-}
+BUGS = (a_page_is_freed_twice, a_page_leaks_when_a_row_is_released, an_unlock_is_missed)
 
 
-@pytest.mark.parametrize("mutant", BUGS, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize("mutant", BUGS, ids=lambda mutant: mutant.name)
 def test_a_planted_bug_is_found_from_the_file_and_shrinks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: Mutant
 ) -> None:
-    owner, name = BUGS[mutant]
-    monkeypatch.setattr(owner, name, mutant(getattr(owner, name)))
+    monkeypatch.setattr(mutant.owner, mutant.method, mutant.made(getattr(mutant.owner, mutant.method)))
     driver = Driver(tmp_path, names={"eviction": "lru", "policy": "priority"})
     driver.recorder.alert = lambda why: None  # type: ignore[method-assign]
     with suppress(AssertionError):  # the device or the scheduler may notice

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from callboard import LLM, SamplingParams
 from engine.execution.runner import ModelRunner
@@ -16,11 +17,13 @@ from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.messages import NAME, Proposals
 from engine.features.speculation.payoff import Payoff
 from engine.graphs import inputs as torch_inputs
+from engine.graphs.decode import DecodeGraphs
 from engine.messages import Step
 from engine.plugins.proposer.ngram import NgramProposer
 from server.extensions.chaos.sim.liars import Everything, Liar, LiarSession
 from tests.features.speculation.conftest import Guess
 from tests.graphs.engines import install
+from tests.graphs.recording import RecordedGraph
 from tests.models.checkpoints import build, random_tokens, save
 from tests.models.eagle_heads import ReferenceHead, save_head
 from tests.models.mtp_heads import ReferenceMTP
@@ -265,3 +268,58 @@ def test_a_models_own_layer_guesses_by_one_graph_what_the_definition_guesses(
     for known, guessed in guesses:
         assert guessed == reference.guess(known, len(guessed)), f"behind {len(known)} tokens"
     assert graphs.count(1) >= 4
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch that the host launches, without those of replays."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.number = 0
+        self._is_replaying = False
+        replay = RecordedGraph.replay
+
+        def replaying(graph: RecordedGraph) -> None:
+            self.number, self._is_replaying = self.number + 1, True
+            try:
+                replay(graph)
+            finally:
+                self._is_replaying = False
+
+        patch.setattr(RecordedGraph, "replay", replaying)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not (self._is_replaying or func.is_view)
+        return func(*args, **(kwargs or {}))
+
+
+def launched(directory: Path, monkeypatch: pytest.MonkeyPatch, *, by_graphs: bool) -> int:
+    """The number of launches of a steady step that drafts three tokens of each row and verifies them."""
+    drafts(monkeypatch)
+    operations, numbers = Operations(monkeypatch), list[int]()
+    launch = ModelRunner.launch
+
+    def counted(self: ModelRunner, step: Step) -> Any:
+        operations.number = 0
+        with operations:
+            launched = launch(self, step)
+        if NAME in step.parts and not step.admissions:
+            numbers.append(operations.number)
+        return launched
+
+    monkeypatch.setattr(ModelRunner, "launch", counted)
+    if not by_graphs:
+        monkeypatch.setattr(DraftChain, "fits", lambda self, num_rows: False)
+        monkeypatch.setattr(DecodeGraphs, "fits", lambda self, num_rows: False)
+    with engine(directory, "breakable", "draft_model", path=str(directory), num_tokens=3) as llm:
+        llm.generate(PROMPTS, GREEDY)
+    return min(numbers)
+
+
+def test_a_step_that_drafts_and_verifies_costs_the_host_a_tenth_of_the_launches(directory: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        by_graphs = launched(directory, patch, by_graphs=True)
+    with pytest.MonkeyPatch.context() as patch:
+        one_by_one = launched(directory, patch, by_graphs=False)
+    print(f"launches of a step: {one_by_one} one by one, {by_graphs} by graphs")
+    assert by_graphs < one_by_one / 10

@@ -5,6 +5,7 @@
 
 import os
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,3 +20,19 @@ def as_on_a_device():
     with torch.inference_mode(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
+
+
+@pytest.fixture
+def float8_as_a_gpu_rounds_it(monkeypatch: pytest.MonkeyPatch):
+    """The interpreter rounds 31.6 to 16: it drops what carries over from the mantissa to the exponent."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(numbers: np.ndarray, of: Any, to: Any, rounding: Any) -> np.ndarray:
+        if to != tl.float8e4nv:
+            return convert(numbers, of, to, rounding)
+        return torch.from_numpy(numbers.view(np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)

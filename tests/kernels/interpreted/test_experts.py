@@ -11,14 +11,18 @@ import triton.language as tl
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.checkpoints.quantization import Quantization
 from engine.checkpoints.shape import ExpertsShape, RouterShape
 from engine.checkpoints.shards import read_shards
 from engine.formats.mxfp4 import CodesReader, MXFP4Reader, decoded
+from engine.formats.quantized import QuantizedReader
 from engine.kernels import experts as kernel
 from engine.kernels.experts import mix_experts
+from engine.kernels.float8 import rounded
 from engine.kernels.fused import FusedKernels
 from engine.layers.comm import Unconnected
 from engine.layers.experts import Experts
+from engine.layers.float8_experts import BLOCK, Float8Blocks
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.mlp import clamped_swish
 from engine.layers.norm import RMSNorm
@@ -224,6 +228,88 @@ def test_the_layer_takes_it_and_waits_for_no_value(stacked):
         found = layer(x, None)
     assert not set(operations.names) & set(WAITING)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def in_float8(num_experts: int, outputs: int, inputs: int, seed: int) -> tuple[Float8Blocks, Tensor]:
+    """Weights in float8 with a different scale for each block, and the floats that they stand for."""
+    elements = (100 * normal(num_experts, outputs, inputs, seed=seed)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = 2e-4 * (1 + normal(num_experts, outputs // BLOCK, inputs // BLOCK, seed=seed + 1).abs())
+    floats = elements.float() * scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    return Float8Blocks(elements, scales), floats
+
+
+def as_rounded(x_TI: Tensor) -> Tensor:
+    """Rows as they are after their rounding to float8, with a scale per 128 numbers."""
+    elements_TI, scales_TG = rounded(x_TI, BLOCK)
+    return (elements_TI.float() * scales_TG.repeat_interleave(BLOCK, 1))[: len(x_TI)]
+
+
+@pytest.mark.usefixtures("float8_as_a_gpu_rounds_it")
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen", "width", "inner"),
+    [
+        (1, 5, 2, 256, 128),
+        (9, 4, 2, 128, 384),
+        (90, 2, 1, 256, 128),  # tiles for tensor cores
+        (270, 2, 1, 128, 256),  # the widest tiles
+    ],
+)
+def test_experts_in_float8(num_tokens: int, num_experts: int, num_chosen: int, width: int, inner: int):
+    """Inputs of both products are rounded as for other layers in float8, and nothing else is."""
+    x = normal(num_tokens, width)
+    chosen = torch.stack([torch.randperm(num_experts)[:num_chosen] for _ in range(num_tokens)])
+    weights = normal(num_tokens, num_chosen, seed=1).softmax(-1)
+    gate_up, gate_up_floats = in_float8(num_experts, 2 * inner, width, seed=2)
+    down, down_floats = in_float8(num_experts, width, inner, seed=4)
+    found = mix_experts(x, weights, chosen, gate_up, down, None, None, "silu")
+    expected = torch.zeros(num_tokens, width, dtype=torch.float64)
+    for token, row in enumerate(as_rounded(x).double()):
+        for weight, expert in zip(weights[token].double(), chosen[token].tolist(), strict=True):
+            gate, up = (gate_up_floats[expert].double() @ row).chunk(2)
+            gated = as_rounded((F.silu(gate) * up).float()[None])[0]
+            expected[token] += weight * (down_floats[expert].double() @ gated.double())
+    # A number at a border between two of float8 may fall on either side.
+    errors = (found.double() - expected).abs() / expected.abs().amax()
+    assert (errors > 1e-5).sum(1).count_nonzero() <= 1
+    assert errors.max() < 0.02
+
+
+@pytest.mark.usefixtures("float8_as_a_gpu_rounds_it")
+@pytest.mark.parametrize(("ranks", "divided"), [(1, False), (2, False), (2, True)])
+def test_a_layer_reads_float8_as_a_file_has_it_and_gives_what_its_floats_give(ranks, divided, tmp_path):
+    tensors = {"mlp.gate.weight": normal(5, 128, dtype=torch.bfloat16)}
+    for number in range(5):
+        for name, outputs, inputs in (("gate_proj", 256, 128), ("up_proj", 256, 128), ("down_proj", 128, 256)):
+            blocks, _ = in_float8(1, outputs, inputs, seed=10 * number + outputs + len(name))
+            prefix = f"mlp.experts.{number}.{name}.weight"
+            tensors |= {prefix: blocks.elements_EOI[0], f"{prefix}_scale_inv": 30 * blocks.scales_EBC[0]}
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = read_shards(tmp_path)
+    quantization = Quantization(method="fp8", kind="float", bits=8, block=(BLOCK, BLOCK))
+    x, results = normal(9, 128, seed=99, dtype=torch.bfloat16), []
+    for float8 in (False, True):
+        reader = QuantizedReader(stored, quantization, float8)
+        shape = ExpertsShape(
+            num_experts=5, num_chosen=2, expert_size=256, activation="silu", router=RouterShape(), float8=float8,
+            divided=divided,
+        )  # fmt: skip
+        total = torch.zeros(9, 128, dtype=torch.float64)
+        for rank in range(ranks):
+            layer = Experts(shape, 128, Unconnected(rank, ranks), torch.device("cpu"), torch.bfloat16)
+            slices = list(layer.slices(""))
+            assert {one.source for one in slices} == {*reader.tensors}, "every tensor is read"
+            for one in slices:
+                assert reader.tensors[one.source].shape == one.shape
+                if one.length:
+                    part = reader.part(one.source, one.dim, one.start, one.length)
+                    one.target.narrow(one.dim, 0, one.length).copy_(part)
+            layer.on_gpu = True
+            layer.pack(FusedKernels("cpu"))
+            total += layer(x, None)
+        results.append(total)
+    floats, kept = results
+    assert floats.abs().max() > 1
+    torch.testing.assert_close(kept, floats, rtol=0.05, atol=0.05 * float(floats.abs().max()))
 
 
 @pytest.mark.parametrize(("ranks", "divided"), [(1, False), (3, False), (2, True)])

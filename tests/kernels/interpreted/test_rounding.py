@@ -3,11 +3,8 @@
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.float8 import GROUP, rounded
@@ -29,18 +26,7 @@ from engine.settings import own_kernels
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins import test_torch_fp8, test_torch_fp8_block
 
-
-@pytest.fixture(autouse=True)
-def float8_as_a_gpu_rounds_it(monkeypatch: pytest.MonkeyPatch):
-    """The interpreter rounds 31.6 to 16: it drops what carries over from the mantissa to the exponent."""
-    convert = interpreter._convert_float
-
-    def converted(numbers: np.ndarray, of: Any, to: Any, rounding: Any) -> np.ndarray:
-        if to != tl.float8e4nv:
-            return convert(numbers, of, to, rounding)
-        return torch.from_numpy(numbers.view(np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", converted)
+pytestmark = pytest.mark.usefixtures("float8_as_a_gpu_rounds_it")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -14,38 +14,42 @@ from engine.workers.limits import RestartIntensity
 from engine.workers.messages import Handover
 from engine.workers.tokenizers import TokenizerPool
 from engine.workers.worker import WorkerLost
-from server.extensions.chaos.sim.mutants import Method, Mutant, replacement
+from server.extensions.chaos.sim.mutants import Method, instead_of, made_from
 from server.extensions.chaos.sim.recovery import SimWorker
 
 
-@replacement
+@instead_of(_Generation, "close")
 def a_lost_worker_is_still_heard(_: Method, self: _Generation[Any, Any]) -> None:
     for life in self.lives:
         life.takes_work = False
 
 
-@replacement
+@instead_of(_Generation, "close")
 def a_lost_worker_still_gets_work(_: Method, self: _Generation[Any, Any]) -> None:
     self.is_open = False
 
 
+@made_from(Watch, "tick")
 def a_hang_is_not_noticed(_: Callable[..., None]) -> Callable[..., None]:
     return lambda self, patience=1: None
 
 
+@made_from(_Generation, "tick_loading")
 def a_hang_while_loading_is_not_noticed(_: Callable[..., None]) -> Callable[..., None]:
     return lambda self: None
 
 
+@made_from(Watch, "received")
 def a_worker_that_speaks_counts_as_silent(_: Callable[..., None]) -> Callable[..., None]:
     return lambda self: None
 
 
+@made_from(Watch, "tick")
 def a_loading_worker_is_watched_like_any(tick: Callable[..., str | None]) -> Callable[..., str | None]:
     return lambda self, patience=1: tick(self)
 
 
-@replacement
+@instead_of(_Generation, "lost")
 def one_that_loads_too_long_is_waited_for(
     lost: Callable[..., None], self: _Generation[Any, Any], loss: WorkerLost
 ) -> None:
@@ -53,7 +57,7 @@ def one_that_loads_too_long_is_waited_for(
         lost(self, loss)
 
 
-@replacement
+@instead_of(_Generation, "received")
 def the_first_that_loads_stands_for_all(
     heard: Callable[..., None], self: _Generation[Any, Any], life: WorkerRun[Any, Any], message: Any
 ) -> None:
@@ -62,12 +66,12 @@ def the_first_that_loads_stands_for_all(
     heard(self, life, message)
 
 
-@replacement
+@instead_of(SimWorker, "kill")
 async def the_next_starts_before_the_last_is_gone(_: Method, self: SimWorker, *, is_stuck: bool) -> None:
     self.world.killed(self)
 
 
-@replacement
+@instead_of(WorkerGroup, "_live")
 async def a_slot_is_filled_again_while_the_engine_ends(
     live: Callable[..., Any], self: WorkerGroup[Any, Any], slots: Any
 ) -> Any:
@@ -77,7 +81,7 @@ async def a_slot_is_filled_again_while_the_engine_ends(
     return losses or [loss for life in lives for loss in life._generation.losses]
 
 
-@replacement
+@instead_of(WorkerGroup, "_give_up")
 def a_kill_is_cut_short(give_up: Callable[..., None], self: WorkerGroup[Any, Any]) -> None:
     give_up(self)
     for task in asyncio.all_tasks():
@@ -85,54 +89,36 @@ def a_kill_is_cut_short(give_up: Callable[..., None], self: WorkerGroup[Any, Any
             task.cancel()
 
 
-@replacement
+@instead_of(SimWorker, "end")
 async def workers_are_killed_at_the_end(_: Method, self: Any) -> None:
     pass
 
 
+@made_from(RestartIntensity, "allows")
 def restarts_are_not_counted(_: Callable[..., bool]) -> Callable[..., bool]:
     return lambda self, now: True
 
 
+@made_from(RestartIntensity, "allows")
 def every_restart_counts_twice(allows: Callable[..., bool]) -> Callable[..., bool]:
     return lambda self, now: allows(self, now) and allows(self, now)
 
 
-@replacement
+@instead_of(_ExecutorGroup, "on_lost")
 def the_scheduler_hears_of_a_loss_too_late(_: Method, self: _ExecutorGroup, slots: Any, loss: Any) -> None:
     self._lost_at = 0.0
 
 
+@made_from(TokenizerPool, "on_lost")
 def requests_wait_for_a_tokenizer_that_is_gone(_: Callable[..., None]) -> Callable[..., None]:
     return lambda self, slots, loss: None
 
 
+@made_from(RemoteIngress, "_abort_open")
 def a_lost_fronts_requests_go_on(_: Callable[..., None]) -> Callable[..., None]:
     return lambda self: self._open.clear()
 
 
-@replacement
+@instead_of(RemoteIngress, "_handover")
 def the_next_front_counts_from_one(_: Method, self: RemoteIngress) -> Any:
     return Handover()
-
-
-MUTANTS: dict[Mutant, tuple[Any, str]] = {
-    a_lost_worker_is_still_heard: (_Generation, "close"),
-    a_lost_worker_still_gets_work: (_Generation, "close"),
-    a_hang_is_not_noticed: (Watch, "tick"),
-    a_hang_while_loading_is_not_noticed: (_Generation, "tick_loading"),
-    a_worker_that_speaks_counts_as_silent: (Watch, "received"),
-    a_loading_worker_is_watched_like_any: (Watch, "tick"),
-    one_that_loads_too_long_is_waited_for: (_Generation, "lost"),
-    the_first_that_loads_stands_for_all: (_Generation, "received"),
-    the_next_starts_before_the_last_is_gone: (SimWorker, "kill"),
-    a_slot_is_filled_again_while_the_engine_ends: (WorkerGroup, "_live"),
-    a_kill_is_cut_short: (WorkerGroup, "_give_up"),
-    workers_are_killed_at_the_end: (SimWorker, "end"),
-    restarts_are_not_counted: (RestartIntensity, "allows"),
-    every_restart_counts_twice: (RestartIntensity, "allows"),
-    the_scheduler_hears_of_a_loss_too_late: (_ExecutorGroup, "on_lost"),
-    requests_wait_for_a_tokenizer_that_is_gone: (TokenizerPool, "on_lost"),
-    a_lost_fronts_requests_go_on: (RemoteIngress, "_abort_open"),
-    the_next_front_counts_from_one: (RemoteIngress, "_handover"),
-}

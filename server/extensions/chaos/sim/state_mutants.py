@@ -20,16 +20,16 @@ from engine.kv.pages import Pages
 from engine.scheduling.completions import Completions
 from engine.scheduling.rows import Rows
 from engine.scheduling.step_builder import InFlight, StepBuilder
-from server.extensions.chaos.sim.mutants import Method, Mutant, replacement
+from server.extensions.chaos.sim.mutants import Method, instead_of, made_from
 
 
-@replacement
+@instead_of(StatesPlanner, "_rows_at_border")
 def a_snapshot_is_taken_one_token_late(_: Method, self: StatesPlanner, rows: Rows) -> Rows:
     late: Rows = rows[(self._table.num_computed[rows] - 1) % self._page_size == 0]
     return late
 
 
-@replacement
+@instead_of(StatesPlanner, "attach")
 def a_state_is_published_before_its_step_completed(
     attach: Callable[..., None], self: StatesPlanner, step: StepBuilder
 ) -> None:
@@ -40,7 +40,7 @@ def a_state_is_published_before_its_step_completed(
             self.published(row, end)
 
 
-@replacement
+@instead_of(StatesPlanner, "left")
 def a_later_state_is_published_in_place_of_the_last(left: Callable[..., None], self: StatesPlanner, row: int) -> None:
     state = self._rows[row]
     state.copies[:-1], dropped = [], state.copies[:-1]
@@ -51,13 +51,13 @@ def a_later_state_is_published_in_place_of_the_last(left: Callable[..., None], s
     left(self, row)
 
 
-@replacement
+@instead_of(Completions, "fail")
 def a_failed_state_is_published(fail: Callable[..., None], self: Completions, row: int, error: Any) -> None:
     self._page_manager.publish(row, self.num_done(row) + 1)
     fail(self, row, error)
 
 
-@replacement
+@instead_of(StatesPlanner, "started")
 def a_fork_aliases(started: Callable[..., None], self: StatesPlanner, sequence: Any) -> None:
     """The second row that starts from a snapshot in a step is believed to use the first one's copy."""
     started(self, sequence)
@@ -66,7 +66,7 @@ def a_fork_aliases(started: Callable[..., None], self: StatesPlanner, sequence: 
         copies.pop()
 
 
-@replacement
+@instead_of(StateTree, "_split")
 def pages_are_left_without_a_state(split: Callable[..., Node], self: StateTree, node: Node, num_pages: int) -> Node:
     """An evicted tail leaves its snapshot to the rest of its node."""
     above = split(self, node, num_pages)
@@ -75,28 +75,29 @@ def pages_are_left_without_a_state(split: Callable[..., Node], self: StateTree, 
     return above
 
 
-@replacement
+@instead_of(StateTree, "_go_back")
 def pages_without_a_state_are_matched(_: Method, self: StateTree, match: Match) -> None:
     """The deepest snapshot counts for all pages behind it."""
     pass
 
 
-@replacement
+@instead_of(StateTree, "_detach")
 def a_state_is_left_without_pages(_: Method, self: StateTree, node: Node) -> None:
     super(StateTree, self)._detach(node)
 
 
-@replacement
+@instead_of(StateTree, "restore")
 def pages_come_back_without_a_state(_: Method, self: StateTree, handle: Handle, key: bytes, pages: Pages) -> int:
     restored: int = super(StateTree, self).restore(handle, key, pages)  # type: ignore[misc]
     return restored
 
 
+@made_from(StateTree, "_may_join")
 def a_state_on_the_host_is_joined_away(_: Callable[..., bool]) -> Callable[..., bool]:
     return lambda self, node: True
 
 
-@replacement
+@instead_of(StateTree, "_lose_snapshot")
 def an_evicted_state_is_still_matched(lose: Callable[..., None], self: StateTree, node: Node) -> None:
     slot = self._snapshots.get(node)
     lose(self, node)
@@ -104,7 +105,7 @@ def an_evicted_state_is_still_matched(lose: Callable[..., None], self: StateTree
         self._snapshots[node] = slot
 
 
-@replacement
+@instead_of(StatesPlanner, "attach")
 def a_slot_is_freed_while_a_copy_in_flight_reads_it(
     attach: Callable[..., None], self: StatesPlanner, step: StepBuilder
 ) -> None:
@@ -114,7 +115,7 @@ def a_slot_is_freed_while_a_copy_in_flight_reads_it(
     self.late = late  # type: ignore[attr-defined]
 
 
-@replacement
+@instead_of(StatesPlanner, "published")
 def a_slot_has_two_owners(published: Callable[..., None], self: StatesPlanner, row: int, num_tokens: int) -> None:
     copies = self._rows[row].copies
     before = [*copies]
@@ -122,25 +123,25 @@ def a_slot_has_two_owners(published: Callable[..., None], self: StatesPlanner, r
     copies[:0] = before[: len(before) - len(copies)][:1]
 
 
-@replacement
+@instead_of(StatesPlanner, "left")
 def a_slot_leaks_with_its_row(left: Callable[..., None], self: StatesPlanner, row: int) -> None:
     self._rows[row].copies[1:] = []
     left(self, row)
 
 
-@replacement
+@instead_of(StateTree, "_may_grow")
 def a_snapshot_stays_on_a_node_that_grows(_: Method, self: StateTree, node: Node, handle: Handle) -> bool:
     return super(StateTree, self)._may_grow(node, handle)
 
 
-@replacement
+@instead_of(StateTree, "keep")
 def a_snapshot_is_off_by_a_page(
     keep: Callable[..., None], self: StateTree, handle: Handle, num_pages: int, slot: int
 ) -> None:
     keep(self, handle, num_pages - (num_pages > 1), slot)
 
 
-@replacement
+@instead_of(StatesPlanner, "completed")
 def a_rejected_token_stays_in_the_state(
     completed: Callable[..., None], self: StatesPlanner, record: InFlight, seconds: float
 ) -> None:
@@ -150,7 +151,7 @@ def a_rejected_token_stays_in_the_state(
     completed(self, record, seconds)
 
 
-@replacement
+@instead_of(StatesPlanner, "attach")
 def a_state_is_set_aside_behind_its_step(attach: Callable[..., None], self: StatesPlanner, step: StepBuilder) -> None:
     attach(self, step)
     if NAME in step.parts:
@@ -161,7 +162,7 @@ def a_state_is_set_aside_behind_its_step(attach: Callable[..., None], self: Stat
         step.parts |= StateCopies(before=before[:, ~of_rows].tobytes(), after=moved.tobytes()).part()
 
 
-@replacement
+@instead_of(StatesPlanner, "_copies_of")
 def a_copy_is_dropped(
     copies_of: Callable[..., Iterable[Copy]], self: StatesPlanner, row: int, num_tokens: int
 ) -> Iterable[Copy]:
@@ -169,21 +170,22 @@ def a_copy_is_dropped(
     return copies if num_tokens % 5 else ()
 
 
-@replacement
+@instead_of(StateTree, "_clear")
 def snapshots_outlive_the_device(_: Method, self: StateTree) -> None:
     super(StateTree, self)._clear()
 
 
+@made_from(StatesPlanner, "reset")
 def states_of_rows_outlive_the_device(_: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: []
 
 
-@replacement
+@instead_of(StorePlanner, "_note_state")
 def a_state_is_stored_behind_other_pages(_: Method, self: StorePlanner, node: Node, slot: int) -> None:
     self._state_saves.append((node.page_hashes[0], slot))
 
 
-@replacement
+@instead_of(StateTree, "arrive")
 def pages_come_from_a_store_without_their_state(_: Method, self: StateTree, handle: Handle, number: int) -> None:
     """Pages count that have no state, and the row goes on from what its slot has."""
     slot = self.take_slot()
@@ -191,33 +193,6 @@ def pages_come_from_a_store_without_their_state(_: Method, self: StateTree, hand
     self.keep(handle, handle.num_pages, slot)
 
 
+@made_from(SnapshotSlots, "free")
 def a_slot_that_is_free_is_freed_no_more(_: Callable[..., None]) -> Callable[..., None]:
     return lambda self, slot: None
-
-
-MUTANTS: dict[Mutant, tuple[Any, str]] = {
-    a_snapshot_is_taken_one_token_late: (StatesPlanner, "_rows_at_border"),
-    a_state_is_published_before_its_step_completed: (StatesPlanner, "attach"),
-    a_later_state_is_published_in_place_of_the_last: (StatesPlanner, "left"),
-    a_failed_state_is_published: (Completions, "fail"),
-    a_fork_aliases: (StatesPlanner, "started"),
-    pages_are_left_without_a_state: (StateTree, "_split"),
-    pages_without_a_state_are_matched: (StateTree, "_go_back"),
-    a_state_is_left_without_pages: (StateTree, "_detach"),
-    pages_come_back_without_a_state: (StateTree, "restore"),
-    a_state_on_the_host_is_joined_away: (StateTree, "_may_join"),
-    an_evicted_state_is_still_matched: (StateTree, "_lose_snapshot"),
-    a_slot_is_freed_while_a_copy_in_flight_reads_it: (StatesPlanner, "attach"),
-    a_slot_has_two_owners: (StatesPlanner, "published"),
-    a_slot_leaks_with_its_row: (StatesPlanner, "left"),
-    a_snapshot_stays_on_a_node_that_grows: (StateTree, "_may_grow"),
-    a_snapshot_is_off_by_a_page: (StateTree, "keep"),
-    a_rejected_token_stays_in_the_state: (StatesPlanner, "completed"),
-    a_state_is_set_aside_behind_its_step: (StatesPlanner, "attach"),
-    a_copy_is_dropped: (StatesPlanner, "_copies_of"),
-    snapshots_outlive_the_device: (StateTree, "_clear"),
-    states_of_rows_outlive_the_device: (StatesPlanner, "reset"),
-    a_state_is_stored_behind_other_pages: (StorePlanner, "_note_state"),
-    pages_come_from_a_store_without_their_state: (StateTree, "arrive"),
-    a_slot_that_is_free_is_freed_no_more: (SnapshotSlots, "free"),
-}

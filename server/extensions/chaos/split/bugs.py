@@ -28,26 +28,26 @@ from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.scheduling.rows import Sequence
-from server.extensions.chaos.sim.mutants import Method, Mutant, replacement
+from server.extensions.chaos.sim.mutants import Method, instead_of, made_from
 
 # ---- the side that wants pages ------------------------------------------------------------------
 
 
-@replacement
+@instead_of(Borrower, "granted")
 def pages_are_acknowledged_before_they_have_come(granted: Method, self: Borrower, grant: Grant) -> None:
     granted(self, grant)
     if (transfer := self._named.get(grant.name)) is not None:
         self._desk.send(transfer.lender, Acknowledge(name=grant.name), b"")
 
 
-@replacement
+@instead_of(Borrower, "_arrived")
 def nothing_is_acknowledged(arrived: Method, self: Borrower, transfer: BorrowedPages) -> None:
     lender, transfer.lender = transfer.lender, "p0.9"
     arrived(self, transfer)
     transfer.lender = lender
 
 
-@replacement
+@instead_of(Borrower, "brought")
 def the_last_group_counts_as_all(brought: Method, self: Borrower, group: PageGroup, payload: bytes) -> None:
     transfer = self._named.get(group.name)
     brought(self, group, payload)
@@ -57,6 +57,7 @@ def the_last_group_counts_as_all(brought: Method, self: Borrower, group: PageGro
         self._arrived(transfer)
 
 
+@made_from(borrower_module, "digest_of")
 def a_damaged_group_is_kept(_: Method) -> Method:
     return lambda name, group, payload: _Anything()
 
@@ -70,7 +71,7 @@ class _Anything:
     __hash__ = None  # type: ignore[assignment]
 
 
-@replacement
+@instead_of(Borrower, "brought")
 def groups_are_kept_in_the_order_of_their_arrival(
     brought: Method, self: Borrower, group: PageGroup, payload: bytes
 ) -> None:
@@ -83,17 +84,18 @@ def groups_are_kept_in_the_order_of_their_arrival(
             transfer.groups[len(known)] = transfer.groups.pop(new)
 
 
-@replacement
+@instead_of(Borrower, "_end")
 def gaps_count_as_pages(end: Method, self: Borrower, transfer: BorrowedPages) -> None:
     transfer.groups = dict(enumerate(transfer.groups.values()))
     end(self, transfer)
 
 
+@made_from(Borrower, "_lapse")
 def a_transfer_has_no_end(lapse: Method) -> Method:
     return lambda self, transfer: None
 
 
-@replacement
+@instead_of(Borrower, "_ask")
 def what_is_lost_is_not_wanted_again(_: Method, self: Borrower, transfer: BorrowedPages) -> None:
     if transfer.state is Borrowing.CLAIMED and not transfer.groups and transfer.number not in _asked(self):
         _asked(self).add(transfer.number)
@@ -108,22 +110,24 @@ def _asked(self: Any) -> set[int]:
     return found
 
 
-@replacement
+@instead_of(Borrower, "denied")
 def a_transfer_is_reported_twice(denied: Method, self: Borrower, deny: Any) -> None:
     denied(self, deny)
     if (transfer := self._named.get(deny.name)) is not None:
         self._desk.report(Borrowed(number=transfer.number, num_pages=0))
 
 
+@made_from(Borrower, "cancel")
 def a_cancelled_transfer_keeps_its_pages(cancel: Method) -> Method:
     return lambda self, order: None
 
 
+@made_from(Borrower, "land")
 def the_wrong_pages_land(land: Method) -> Method:
     return lambda self, number, first, count: land(self, number, 0, count)
 
 
-@replacement
+@instead_of(Borrower, "_drop")
 def bytes_of_a_transfer_are_counted_for_ever(drop: Method, self: Borrower, transfer: BorrowedPages) -> None:
     before = self.num_bytes
     drop(self, transfer)
@@ -133,15 +137,17 @@ def bytes_of_a_transfer_are_counted_for_ever(drop: Method, self: Borrower, trans
 # ---- the side that has them ---------------------------------------------------------------------
 
 
+@made_from(Lender, "_lapse")
 def a_lease_never_ends(lapse: Method) -> Method:
     return lambda self, name, loan: None
 
 
+@made_from(Lender, "keep_offer")
 def an_offer_never_ends(keep: Method) -> Method:
     return lambda self, order: None
 
 
-@replacement
+@instead_of(Lender, "returned")
 def a_loan_is_returned_twice(returned: Method, self: Lender, message: Acknowledge | ReleasePages) -> None:
     known = message.name in self._loans
     returned(self, message)
@@ -149,14 +155,14 @@ def a_loan_is_returned_twice(returned: Method, self: Lender, message: Acknowledg
         self._desk.report(Returned(name=message.name))
 
 
-@replacement
+@instead_of(Lender, "_settle")
 def a_loan_is_returned_while_it_is_read(settle: Method, self: Lender, name: bytes, loan: Loan) -> None:
     if loan.state is Lending.RETURNING and loan.num_reads:
         self._desk.report(Returned(name=name))
     settle(self, name, loan)
 
 
-@replacement
+@instead_of(Lender, "claimed")
 def a_claim_that_comes_again_is_another_one(claimed: Method, self: Lender, claim: Claim) -> None:
     if (loan := self._loans.get(claim.name)) is not None and loan.state is Lending.ASKED:
         self._desk.report(Claimed(claim=claim))
@@ -164,12 +170,13 @@ def a_claim_that_comes_again_is_another_one(claimed: Method, self: Lender, claim
         claimed(self, claim)
 
 
-@replacement
+@instead_of(Lender, "claimed")
 def a_claim_is_taken_after_its_end(claimed: Method, self: Lender, claim: Claim) -> None:
     self._over.pop(claim.name, None)
     claimed(self, claim)
 
 
+@made_from(Lender, "fetched")
 def the_first_group_is_sent_for_all(fetched: Method) -> Method:
     return lambda self, fetch: fetched(self, msgspec.structs.replace(fetch, group=0))
 
@@ -177,21 +184,21 @@ def the_first_group_is_sent_for_all(fetched: Method) -> Method:
 # ---- the planner --------------------------------------------------------------------------------
 
 
-@replacement
+@instead_of(HandoverPlanner, "_returned")
 def one_rank_returns_a_loan_for_all(returned: Method, self: HandoverPlanner, name: bytes) -> None:
     if (loan := self._loans.get(name)) is not None:
         loan.num_unreturned = 1
     returned(self, name)
 
 
-@replacement
+@instead_of(HandoverPlanner, "_borrowed")
 def one_rank_speaks_for_all(borrowed: Method, self: HandoverPlanner, number: int, num_pages: int) -> None:
     if (loaned := self._waiting.get(number)) is not None:
         loaned.num_unanswered = 1
     borrowed(self, number, num_pages)
 
 
-@replacement
+@instead_of(HandoverPlanner, "_borrowed")
 def the_most_pages_of_a_rank_count(borrowed: Method, self: HandoverPlanner, number: int, num_pages: int) -> None:
     loaned = self._waiting.get(number)
     before = None if loaned is None or loaned.num_unanswered == self._parts.limits.num_ranks else loaned.num_pages
@@ -200,7 +207,7 @@ def the_most_pages_of_a_rank_count(borrowed: Method, self: HandoverPlanner, numb
         loaned.num_pages = max(before, num_pages)
 
 
-@replacement
+@instead_of(HandoverPlanner, "reset")
 def loans_outlive_their_executors(reset: Method, self: HandoverPlanner) -> list[Sequence]:
     loans, num_kept = dict(self._loans), self._pages.num_kept
     sequences: list[Sequence] = reset(self)
@@ -209,13 +216,13 @@ def loans_outlive_their_executors(reset: Method, self: HandoverPlanner) -> list[
     return sequences
 
 
-@replacement
+@instead_of(HandoverPlanner, "reset")
 def sequences_that_wait_are_lost_with_the_executors(reset: Method, self: HandoverPlanner) -> list[Sequence]:
     reset(self)
     return []
 
 
-@replacement
+@instead_of(HandoverPlanner, "_claimed")
 def an_offer_stays_locked_when_it_is_claimed(drop: Method, self: HandoverPlanner, claim: Claim) -> None:
     handle = self._offers.get(claim.offer)
     if handle is not None:
@@ -223,7 +230,7 @@ def an_offer_stays_locked_when_it_is_claimed(drop: Method, self: HandoverPlanner
     drop(self, claim)
 
 
-@replacement
+@instead_of(HandoverPlanner, "forget")
 def a_sequence_that_leaves_keeps_its_transfer(forget: Method, self: HandoverPlanner, sequence: Sequence) -> bool:
     num_before = len(self._requested)
     held: bool = forget(self, sequence)
@@ -231,15 +238,17 @@ def a_sequence_that_leaves_keeps_its_transfer(forget: Method, self: HandoverPlan
     return held
 
 
+@made_from(HandoverPlanner, "_may_lend")
 def any_number_of_pages_is_lent(_: Method) -> Method:
     return lambda self, num_pages: True
 
 
+@made_from(HandoverPlanner, "has_room")
 def a_row_begins_without_room_beside_loans(_: Method) -> Method:
     return lambda self, sequence: True
 
 
-@replacement
+@instead_of(HandoverPlanner, "adopt")
 def one_page_too_many_is_adopted(
     adopt: Method, self: HandoverPlanner, sequence: Sequence, handle: Handle, key: bytes, pages: Pages
 ) -> None:
@@ -248,7 +257,7 @@ def one_page_too_many_is_adopted(
     adopt(self, sequence, handle, key, pages)
 
 
-@replacement
+@instead_of(HandoverPlanner, "_claimed")
 def pages_of_another_prompt_are_lent(match: Method, self: HandoverPlanner, claim: Claim) -> None:
     others = [loan.handle for loan in self._loans.values()]
     match(self, claim)
@@ -261,7 +270,7 @@ def pages_of_another_prompt_are_lent(match: Method, self: HandoverPlanner, claim
 # ---- states -------------------------------------------------------------------------------------
 
 
-@replacement
+@instead_of(Borrower, "_end")
 def pages_count_without_their_state(end: Method, self: Borrower, transfer: BorrowedPages) -> None:
     if self._desk.state_bytes and transfer.groups:
         for group in range(transfer.num_groups):
@@ -269,43 +278,7 @@ def pages_count_without_their_state(end: Method, self: Borrower, transfer: Borro
     end(self, transfer)
 
 
-@replacement
+@instead_of(StateTree, "slot_of")
 def the_state_of_another_slot_is_lent(match: Method, self: StateTree, handle: Handle) -> int:
     others = [slot for slot in self._snapshots.values() if slot != match(self, handle)]
     return others[0] if others and handle.node in self._lent else match(self, handle)
-
-
-MUTANTS: dict[Mutant, tuple[Any, str]] = {
-    pages_are_acknowledged_before_they_have_come: (Borrower, "granted"),
-    nothing_is_acknowledged: (Borrower, "_arrived"),
-    the_last_group_counts_as_all: (Borrower, "brought"),
-    a_damaged_group_is_kept: (borrower_module, "digest_of"),
-    groups_are_kept_in_the_order_of_their_arrival: (Borrower, "brought"),
-    gaps_count_as_pages: (Borrower, "_end"),
-    a_transfer_has_no_end: (Borrower, "_lapse"),
-    what_is_lost_is_not_wanted_again: (Borrower, "_ask"),
-    a_transfer_is_reported_twice: (Borrower, "denied"),
-    a_cancelled_transfer_keeps_its_pages: (Borrower, "cancel"),
-    the_wrong_pages_land: (Borrower, "land"),
-    bytes_of_a_transfer_are_counted_for_ever: (Borrower, "_drop"),
-    a_lease_never_ends: (Lender, "_lapse"),
-    an_offer_never_ends: (Lender, "keep_offer"),
-    a_loan_is_returned_twice: (Lender, "returned"),
-    a_loan_is_returned_while_it_is_read: (Lender, "_settle"),
-    a_claim_that_comes_again_is_another_one: (Lender, "claimed"),
-    a_claim_is_taken_after_its_end: (Lender, "claimed"),
-    the_first_group_is_sent_for_all: (Lender, "fetched"),
-    one_rank_returns_a_loan_for_all: (HandoverPlanner, "_returned"),
-    one_rank_speaks_for_all: (HandoverPlanner, "_borrowed"),
-    the_most_pages_of_a_rank_count: (HandoverPlanner, "_borrowed"),
-    loans_outlive_their_executors: (HandoverPlanner, "reset"),
-    sequences_that_wait_are_lost_with_the_executors: (HandoverPlanner, "reset"),
-    an_offer_stays_locked_when_it_is_claimed: (HandoverPlanner, "_claimed"),
-    a_sequence_that_leaves_keeps_its_transfer: (HandoverPlanner, "forget"),
-    any_number_of_pages_is_lent: (HandoverPlanner, "_may_lend"),
-    a_row_begins_without_room_beside_loans: (HandoverPlanner, "has_room"),
-    one_page_too_many_is_adopted: (HandoverPlanner, "adopt"),
-    pages_of_another_prompt_are_lent: (HandoverPlanner, "_claimed"),
-    pages_count_without_their_state: (Borrower, "_end"),
-    the_state_of_another_slot_is_lent: (StateTree, "slot_of"),
-}
