@@ -28,7 +28,7 @@ from torch import Tensor
 from engine.kernels import float8
 from engine.kernels.activation import KINDS, activated
 from engine.kernels.products import multiply
-from engine.layers.float8_experts import BLOCK, Float8Blocks
+from engine.layers.float8_experts import BLOCK, EightBits
 from engine.layers.four_bits import FourBits
 
 CLAMPED: Final = 3  # in addition to the kinds of ``activation.py``: alternating gates and ups (``clamped_swish``)
@@ -65,8 +65,8 @@ def mix_experts(
     x_TD: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    gate_up_EOD: Tensor | FourBits | Float8Blocks,
-    down_EDI: Tensor | FourBits | Float8Blocks,
+    gate_up_EOD: Tensor | FourBits | EightBits,
+    down_EDI: Tensor | FourBits | EightBits,
     gate_up_bias_EO: Tensor | None,
     down_bias_ED: Tensor | None,
     kind: str,
@@ -82,14 +82,14 @@ def mix_experts(
     first_expert: number of the first expert in gate_up and down; experts that are not there add nothing.  None: all
     are there.
     x, gate_up, down: of one dtype, contiguous; or the latter two are ``FourBits``, x is bfloat16, and kind is
-    "clamped_swish"; or they are ``Float8Blocks``, and kind is another.  weights: any dtype.  experts: int64, distinct
+    "clamped_swish"; or they are ``EightBits``, and kind is another.  weights: any dtype.  experts: int64, distinct
     for a token.
     kind: a name in ``KINDS``, with all of gate first; or "clamped_swish" with limit and slope, alternating.
     Sums are float32; activations and each expert's weighted result are rounded to x's dtype.
     """
     num_tokens, width = x_TD.shape
     num_chosen, packed = experts_TK.shape[1], isinstance(gate_up_EOD, FourBits)
-    group = BLOCK if isinstance(gate_up_EOD, Float8Blocks) else 0
+    group = BLOCK if isinstance(gate_up_EOD, EightBits) else 0
     gate_up, gate_up_scales = (gate_up_EOD, None) if isinstance(gate_up_EOD, Tensor) else gate_up_EOD
     down, down_scales = (down_EDI, None) if isinstance(down_EDI, Tensor) else down_EDI
     num_experts, inner = len(gate_up), gate_up.shape[2 if packed else 1] // 2
