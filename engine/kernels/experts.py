@@ -18,6 +18,7 @@ With weights in float8 the inputs of both products are rounded to float8 in regi
 """
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from engine.kernels import float8
 from engine.kernels.activation import KINDS, activated
 from engine.kernels.products import multiply
-from engine.layers.float8_experts import BLOCK, Float8Blocks
+from engine.layers.float8_experts import BLOCK, EightBits
 from engine.layers.four_bits import FourBits
 
 CLAMPED: Final = 3  # in addition to the kinds of ``activation.py``: alternating gates and ups (``clamped_swish``)
@@ -65,8 +66,8 @@ def mix_experts(
     x_TD: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    gate_up_EOD: Tensor | FourBits | Float8Blocks,
-    down_EDI: Tensor | FourBits | Float8Blocks,
+    gate_up_EOD: Tensor | FourBits | EightBits,
+    down_EDI: Tensor | FourBits | EightBits,
     gate_up_bias_EO: Tensor | None,
     down_bias_ED: Tensor | None,
     kind: str,
@@ -82,27 +83,25 @@ def mix_experts(
     first_expert: number of the first expert in gate_up and down; experts that are not there add nothing.  None: all
     are there.
     x, gate_up, down: of one dtype, contiguous; or the latter two are ``FourBits``, x is bfloat16, and kind is
-    "clamped_swish"; or they are ``Float8Blocks``, and kind is another.  weights: any dtype.  experts: int64, distinct
+    "clamped_swish"; or they are ``EightBits``, and kind is another.  weights: any dtype.  experts: int64, distinct
     for a token.
     kind: a name in ``KINDS``, with all of gate first; or "clamped_swish" with limit and slope, alternating.
     Sums are float32; activations and each expert's weighted result are rounded to x's dtype.
     """
     num_tokens, width = x_TD.shape
     num_chosen, packed = experts_TK.shape[1], isinstance(gate_up_EOD, FourBits)
-    group = BLOCK if isinstance(gate_up_EOD, Float8Blocks) else 0
+    group = BLOCK if isinstance(gate_up_EOD, EightBits) else 0
     gate_up, gate_up_scales = (gate_up_EOD, None) if isinstance(gate_up_EOD, Tensor) else gate_up_EOD
     down, down_scales = (down_EDI, None) if isinstance(down_EDI, Tensor) else down_EDI
     num_experts, inner = len(gate_up), gate_up.shape[2 if packed else 1] // 2
     assert kind == "clamped_swish" or not packed, f"weights in 4 bits have gates and ups in turns, not {kind}"
-    for tensor in (x_TD, weights_TK, experts_TK, gate_up, down):
-        assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
+    assert not group or (kind != "clamped_swish" and width % group == inner % group == 0), f"{kind}, {width}, {inner}"
+    assert all(one.is_contiguous() for one in (x_TD, weights_TK, experts_TK, gate_up, down)), "not contiguous"
     if not num_tokens:
         return torch.empty_like(x_TD)
     num_pairs, device = num_tokens * num_chosen, x_TD.device
     order_P, counts_E = sorted_pairs(experts_TK, num_experts, first_expert or 0)
-    assert not group or (kind != "clamped_swish" and width % group == inner % group == 0), f"{kind}, {width}, {inner}"
-    sizes = FOUR_BIT_TILES if packed else FLOAT8_TILES if group else TILES
-    tiles = next(one for one in sizes if num_pairs <= one.most_pairs * num_experts)
+    tiles = tiles_for(num_pairs, num_experts, FOUR_BIT_TILES if packed else FLOAT8_TILES if group else TILES)
     num_tiles = num_pairs // tiles.pairs + min(num_experts, num_pairs)
     shared = {
         "NUM_CHOSEN": num_chosen, "NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts),
@@ -124,6 +123,11 @@ def mix_experts(
     )  # fmt: skip
     results_TKD = results_PD.view(num_tokens, num_chosen, width)
     return results_TKD.sum(1) if summed else results_TKD
+
+
+def tiles_for(num_pairs: int, num_experts: int, sizes: Sequence[Tiles]) -> Tiles:
+    """Return the sizes of tiles for so many pairs of each expert as a mean."""
+    return next(one for one in sizes if num_pairs <= one.most_pairs * num_experts)
 
 
 def sorted_pairs(experts_TK: Tensor, num_experts: int, first_expert: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.checkpoints.shape import ExpertsShape
 from engine.layers.comm import Comm, ExchangingComm, NormingComm, Unconnected
 from engine.layers.exchange import exchanged_sum
-from engine.layers.float8_experts import Float8Blocks, StoredFloat8
+from engine.layers.float8_experts import EightBits, StoredFloat8
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear, leavable
@@ -273,7 +273,7 @@ class Stack:
     weights: [E, O, I]; or in 4 bits or float8 after ``pack``, and ``codes`` or ``float8`` until then.
     biases_EO: None without."""
 
-    weights: Tensor | FourBits | Float8Blocks
+    weights: Tensor | FourBits | EightBits
     codes: StoredCodes | None = None
     float8: StoredFloat8 | None = None
 

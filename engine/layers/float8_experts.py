@@ -17,7 +17,7 @@ BLOCK: Final = 128
 SCALES: Final = "weight_scale_inv"
 
 
-class Float8Blocks(NamedTuple):
+class EightBits(NamedTuple):
     """The weights of one linear layer of all experts.  elements_EOI: float8.  scales_EBC: float32."""
 
     elements_EOI: Tensor
@@ -55,6 +55,6 @@ class StoredFloat8:
                 scales_BC[first // BLOCK : (first + count) // BLOCK],
             )
 
-    def arranged(self) -> Float8Blocks:
+    def arranged(self) -> EightBits:
         """Return the weights as a kernel reads them, which is as they are stored."""
-        return Float8Blocks(self._elements, self._scales)
+        return EightBits(self._elements, self._scales)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import RouterShape
-from engine.layers.float8_experts import Float8Blocks
+from engine.layers.float8_experts import EightBits
 from engine.layers.four_bits import FourBits
 from engine.layers.recurrences import Recurrences
 
@@ -78,8 +78,8 @@ class DeviceKernels(LayerKernels, Protocol):
         x_TD: Tensor,
         weights_TK: Tensor,
         experts_TK: Tensor,
-        gate_up_EOD: Tensor | FourBits | Float8Blocks,
-        down_EDI: Tensor | FourBits | Float8Blocks,
+        gate_up_EOD: Tensor | FourBits | EightBits,
+        down_EDI: Tensor | FourBits | EightBits,
         gate_up_bias_EO: Tensor | None,
         down_bias_ED: Tensor | None,
         kind: str,

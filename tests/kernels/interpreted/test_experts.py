@@ -22,7 +22,7 @@ from engine.kernels.float8 import rounded
 from engine.kernels.fused import FusedKernels
 from engine.layers.comm import Unconnected
 from engine.layers.experts import Experts
-from engine.layers.float8_experts import BLOCK, Float8Blocks
+from engine.layers.float8_experts import BLOCK, EightBits
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.mlp import clamped_swish
 from engine.layers.norm import RMSNorm
@@ -230,12 +230,12 @@ def test_the_layer_takes_it_and_waits_for_no_value(stacked):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def in_float8(num_experts: int, outputs: int, inputs: int, seed: int) -> tuple[Float8Blocks, Tensor]:
+def in_float8(num_experts: int, outputs: int, inputs: int, seed: int) -> tuple[EightBits, Tensor]:
     """Weights in float8 with a different scale for each block, and the floats that they stand for."""
     elements = (100 * normal(num_experts, outputs, inputs, seed=seed)).clamp(-448, 448).to(torch.float8_e4m3fn)
     scales = 2e-4 * (1 + normal(num_experts, outputs // BLOCK, inputs // BLOCK, seed=seed + 1).abs())
     floats = elements.float() * scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-    return Float8Blocks(elements, scales), floats
+    return EightBits(elements, scales), floats
 
 
 def as_rounded(x_TI: Tensor) -> Tensor:
