@@ -79,7 +79,6 @@ def mix_experts(
     """Return the sum of weight * down(activation(gate(x)) * up(x)) over a token's experts, [T, D] in x's dtype.
 
     summed: False for the summands, [T, K, D].
-
     first_expert: number of the first expert in gate_up and down; experts that are not there add nothing.  None: all
     are there.
     x, gate_up, down: of one dtype, contiguous; or the latter two are ``FourBits``, x is bfloat16, and kind is

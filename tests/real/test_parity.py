@@ -36,10 +36,13 @@ CLEAR = 1e-3  # a lead of the likeliest token that no order of sums reverses
 LLAMA_CPP_CLEAR = 0.5  # and that inputs rounded to 8 bits do not reverse
 
 
-def _perplexity(llm: LLM) -> float:
+def _logprobs(llm: LLM) -> list[float]:
     (delta, *_) = llm.stream(HELD, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
-    logprobs = [one.sampled.logprob for one in delta.prompt_logprobs[1:]]
-    return math.exp(-sum(logprobs) / len(logprobs))
+    return [one.sampled.logprob for one in delta.prompt_logprobs[1:]]
+
+
+def _perplexity(llm: LLM) -> float:
+    return math.exp(-np.mean(_logprobs(llm)))
 
 
 def _first_other(reference: PreTrainedModel, ids: Sequence[int], answer: Sequence[int], clear: float) -> int | None:
@@ -70,6 +73,24 @@ def test_llama_cpp_reads_the_file_to_the_same_tokens(real: Path, reference: Llam
             (answer,) = server.complete([ids], NUM_TOKENS, return_tokens=True)
             assert len(answer["tokens"]) == NUM_TOKENS
             assert _first_other(reference, ids, answer["tokens"], LLAMA_CPP_CLEAR) is None, repr(prompt)
+
+
+def test_llama_cpp_scores_the_held_text_alike(real: Path, engine: Callable[..., LLM]) -> None:
+    """Its server scores what may come next, so each token takes a request: some tokens must do."""
+    if not (command := llama_cpp.find("", sys.executable)):
+        pytest.skip("llama.cpp is not here: pip install xllamacpp")
+    ours = _logprobs(engine())
+    with closing(llama_cpp.LlamaServer(command, real, 1, 512, 2)) as server:
+        ids = server.tokens(HELD)
+        assert len(ids) == len(ours) + 1
+        apart = []
+        for end in range(8, len(ids), 8):
+            (answer,) = server.complete([ids[:end]], 1, cache_prompt=True, n_probs=500)
+            likely = answer["completion_probabilities"][0]["top_logprobs"]
+            apart += [one["logprob"] - ours[end - 1] for one in likely if one["id"] == ids[end]]
+    assert len(apart) > 30
+    assert abs(np.mean(apart)) < 0.03
+    assert max(map(abs, apart)) < 1
 
 
 async def test_an_adapter_gives_the_tokens_of_merged_weights(

@@ -74,6 +74,4 @@ def callboard_linear(context: LinearContext) -> Panels:
     # Without an instruction for it, rounding the input would cost time and gain nothing.
     halves = PanelKind.PAIRS if functions.has_pairs else PanelKind.UPPER_HALVES
     kinds = {"none": None, "float16": PanelKind.HALVES, "bfloat16": halves, "int8": PanelKind.BYTES}
-    if (kind := kinds[context.quantization]) is not None:
-        functions.need(kind)
-    return Panels(functions, kind, ELEMENT_BYTES[context.quantization])
+    return Panels(functions, kinds[context.quantization], ELEMENT_BYTES[context.quantization])
