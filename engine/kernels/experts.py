@@ -93,14 +93,11 @@ def mix_experts(
     gate_up, gate_up_scales = (gate_up_EOD, None) if isinstance(gate_up_EOD, Tensor) else gate_up_EOD
     down, down_scales = (down_EDI, None) if isinstance(down_EDI, Tensor) else down_EDI
     num_experts, inner = len(gate_up), gate_up.shape[2 if packed else 1] // 2
-    assert kind == "clamped_swish" or not packed, f"weights in 4 bits have gates and ups in turns, not {kind}"
-    for tensor in (x_TD, weights_TK, experts_TK, gate_up, down):
-        assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
+    _check(kind, packed, group, (width, inner), (x_TD, weights_TK, experts_TK, gate_up, down))
     if not num_tokens:
         return torch.empty_like(x_TD)
     num_pairs, device = num_tokens * num_chosen, x_TD.device
     order_P, counts_E = sorted_pairs(experts_TK, num_experts, first_expert or 0)
-    assert not group or (kind != "clamped_swish" and width % group == inner % group == 0), f"{kind}, {width}, {inner}"
     sizes = FOUR_BIT_TILES if packed else FLOAT8_TILES if group else TILES
     tiles = next(one for one in sizes if num_pairs <= one.most_pairs * num_experts)
     num_tiles = num_pairs // tiles.pairs + min(num_experts, num_pairs)
@@ -124,6 +121,14 @@ def mix_experts(
     )  # fmt: skip
     results_TKD = results_PD.view(num_tokens, num_chosen, width)
     return results_TKD.sum(1) if summed else results_TKD
+
+
+def _check(kind: str, packed: bool, group: int, sizes: tuple[int, int], tensors: tuple[Tensor, ...]) -> None:
+    assert kind == "clamped_swish" or not packed, f"weights in 4 bits have gates and ups in turns, not {kind}"
+    assert not group or kind != "clamped_swish", "weights in float8 have all gates first"
+    assert not group or not any(size % group for size in sizes), f"{sizes} are no whole blocks of {group}"
+    for tensor in tensors:
+        assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
 
 
 def sorted_pairs(experts_TK: Tensor, num_experts: int, first_expert: int) -> tuple[Tensor, Tensor]:
