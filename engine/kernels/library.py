@@ -84,14 +84,15 @@ class Making:
         raise AssertionError("the last way returns or raises")
 
     def keep(self, tables: Sequence[str] = ()) -> None:
-        """Compile the best way what ``library`` will find; it is not loaded, which needs torch's OpenMP.
+        """Compile the best way what ``library`` will find, unless an earlier start kept one of any way: the best may be
+        one that does not work here.  It is not loaded, which needs torch's OpenMP.
 
         Raises OSError, SubprocessError."""
-        folder, kind = writable_folder("kernels"), self._kind(self._ways[0], tables)
+        folder, kinds = writable_folder("kernels"), [self._kind(way, tables) for way in self._ways]
         places = [one for one in {cache_folder("kernels"), folder} if one is not None]
-        if folder is None or any(any(place.glob(f"{kind}-*.so")) for place in places):
+        if folder is None or any(any(place.glob(f"{kind}-*.so")) for place in places for kind in kinds):
             return
-        _keep(sources.made(self._compiler, self._ways[0], sources.units(tables)), folder, kind)
+        _keep(sources.made(self._compiler, self._ways[0], sources.units(tables)), folder, kinds[0])
 
     def _with_way(self, library: KernelLibrary, way: Sequence[str]) -> KernelLibrary:
         library.making = Making(self._compiler, [way])

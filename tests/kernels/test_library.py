@@ -2,6 +2,7 @@
 
 import threading
 from random import Random
+from subprocess import CalledProcessError
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from engine.host.cache_folder import cache_folder
 from engine.kernels.blocks import Format, Parts, StoredWeight, block_products
 from engine.kernels.compiled import compiled
-from engine.kernels.library import compiling
+from engine.kernels.library import Making, compiling
 from engine.kernels.panels import PanelKind, PanelWeight, products
 from engine.kernels.sources import TABLES, TILES, tables_of, units
 from engine.settings.own_kernels import VARIABLE
@@ -40,6 +41,25 @@ def test_every_format_of_blocks_has_a_table_and_every_table_a_unit_of_its_own() 
     assert len(set(units(every))) == len(every)
     assert not {number for _, number in units()} - {0}
     assert tables_of(["Q8_0", "F32", "Q4_0", "Q8_0"]) == ("plain4", "plain8")
+
+
+def test_a_way_that_does_not_work_here_is_not_tried_again_at_each_start(monkeypatch, anew) -> None:
+    tried = []
+
+    def made(_compiler, flags, _units) -> bytes:
+        tried.append(flags)
+        if flags == ("-fopenmp",):
+            raise CalledProcessError(1, "cc")
+        return b"a library"
+
+    monkeypatch.setattr("engine.kernels.sources.made", made)
+    making = Making(["cc"], [("-fopenmp",), ()])
+    with pytest.raises(CalledProcessError):
+        making.keep()
+    Making(["cc"], [()]).keep()  # as ``library`` does after it
+    assert num_kept() == 1
+    making.keep()
+    assert tried == [("-fopenmp",), ()]
 
 
 @pytest.mark.slow
