@@ -106,9 +106,9 @@ def read_gated(fields: Fields, sizes: Sizes, *, bias: bool = False, merged: str 
     )
 
 
-def read_norm(fields: Fields, name: str, *, offset: float = 0.0) -> RMSNormShape:
-    """Return an RMS norm by its name in the checkpoint."""
-    return RMSNormShape(name=name, eps=fields.number("rms_norm_eps", 1e-6), offset=offset)
+def read_norm(fields: Fields, name: str, *, offset: float = 0.0, default_eps: float = 1e-6) -> RMSNormShape:
+    """Return an RMS norm by its name in the checkpoint.  default_eps: for families of other packages."""
+    return RMSNormShape(name=name, eps=fields.number("rms_norm_eps", default_eps), offset=offset)
 
 
 def pre_norm(

@@ -37,6 +37,48 @@ ELSEWHERE = {
     "Recurrences",
 }
 
+# Parameters of version 1, which stay as long as it does; further ones go to their ends.
+PARAMETERS = {
+    "alike": "fields sizes layer",
+    "attention_factory": "name context",
+    "decode_options": "plugin table kind",
+    "decoder": "fields sizes layers tied norm offset unread names",
+    "marked_calls": "calls opening answer many forced separator called",
+    "namespace_seed": "namespace",
+    "pre_norm": "fields attention mlp recurrent",
+    "read_activation": "fields name default",
+    "read_gated": "fields sizes bias merged name",
+    "read_layer_types": "fields sizes default",
+    "read_norm": "fields name offset default_eps",
+    "read_picture": "data",
+    "read_rotary": "fields sizes theta partial",
+    "read_sizes": "fields head_size num_kv_heads",
+    "windowed_layers": "fields sizes attention window windowed",
+    "written_values": "tool begin then end",
+    "attend": "q_nNH keys_LGH values_LGH scale window soft_cap sinks_N chunked",
+    "attention_cases": "declares",
+    "check_attention_backend": "factory declares device invariant",
+    "check_case": "case factory device",
+    "check_comm": "make_group sizes device",
+    "check_encoder": "make dtype",
+    "check_eviction_strategy": "make",
+    "check_grammar_engine": "make examples",
+    "check_kv_store": "make",
+    "check_linear": "hook declares device options",
+    "check_logits_processor": "make tables device",
+    "check_model": "hook reference directory ranks captured options",
+    "check_observer": "make",
+    "check_proposer": "make vocab_size",
+    "check_rank": "comm device",
+    "check_reasoning_parser": "make write num_outputs seed",
+    "check_scheduling_policy": "make",
+    "check_snapshot_policy": "make",
+    "check_tool_parser": "make write alone escapes num_outputs seed",
+    "check_transfer": "make names",
+    "read_declaration": "module",
+    "through_hook": "hook options invariant",
+}
+
 
 def named_by(thing: Any) -> set[str]:
     """The names of types in the annotations of a function, or of a class's fields, properties and methods."""
@@ -90,3 +132,15 @@ def test_every_check_of_the_kit_is_public() -> None:
     }
     inner = {"check_ranks", "check_steps"}  # parts of the others
     assert checks - inner <= set(callboard.plugins.testing.__all__)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_function_keeps_its_parameters(name: str) -> None:
+    function = getattr(PAGE, name, None) or getattr(callboard.plugins.testing, name)
+    kept = PARAMETERS[name].split()
+    assert list(inspect.signature(function).parameters)[: len(kept)] == kept
+
+
+def test_every_function_is_listed_with_its_parameters() -> None:
+    exported = [getattr(page, name) for page in (PAGE, callboard.plugins.testing) for name in page.__all__]
+    assert {one.__name__ for one in exported if inspect.isfunction(one)} == set(PARAMETERS)
