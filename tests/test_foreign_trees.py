@@ -15,7 +15,7 @@ from engine.features.recording import recorder
 from engine.features.traffic import recorder as traffic
 from engine.features.traffic.trace import TraceHead
 from engine.host.cache_folder import replace_file
-from engine.kernels import compiled
+from engine.kernels import library
 from engine.plugins.kv_store import files
 from engine.scheduling.rows import PlannerLimits
 from engine.settings.sections import StorageSection
@@ -99,7 +99,7 @@ async def sockets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def kernel_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = folder / f"{'a' * 32}-{'b' * 32}.so"
     damaged.write_bytes(b"damaged")
-    assert compiled._kept(folder, "a" * 32) is None
+    assert library._kept(folder, "a" * 32) is None
     assert not damaged.exists()
     replace_file(folder / "kept", b"kept")
 

@@ -1,7 +1,6 @@
 """Whatever a loss of power leaves, nothing that was acknowledged is lost, and everything starts again."""
 
 import asyncio
-import ctypes
 import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from engine.host import appended_file, cache_folder, disk
 from engine.host.cache_folder import replace_file
-from engine.kernels import compiled
+from engine.kernels import library
 from engine.plugins.kv_store import files
 from engine.settings.sections import StorageSection
 from server.extensions.journal import journal as journal_module
@@ -118,15 +117,15 @@ def read_contents(root: Path) -> dict[Any, Any]:
 
 async def write_kernels(root: Path, noted: NotedDisk) -> None:
     for content in (b"one" * 100, b"another" * 100):
-        name = f"{'a' * 32}-{compiled._digest(content)}.so"
+        name = f"{'a' * 32}-{library._digest(content)}.so"
         replace_file(root / "kernels" / name, content)
         noted.note()
 
 
 def read_kernels(root: Path) -> dict[Any, Any]:
     for path in (root / "kernels").glob("*.so"):
-        assert path.stem.endswith(compiled._digest(path.read_bytes())), f"{path} has its name before its content"
-    compiled._kept(root / "kernels", "a" * 32)
+        assert path.stem.endswith(library._digest(path.read_bytes())), f"{path} has its name before its content"
+    library._kept(root / "kernels", "a" * 32)
     return {}
 
 
@@ -172,10 +171,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(journal_module, name, value)
 
     def load(path: str) -> None:
-        digest = compiled._digest(Path(path).read_bytes())
+        digest = library._digest(Path(path).read_bytes())
         assert Path(path).stem.endswith(digest), "a damaged library is loaded"
 
-    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(library, "KernelLibrary", load)
 
 
 async def losses(name: str, root: Path) -> tuple[int, list[str]]:
