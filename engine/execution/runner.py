@@ -12,7 +12,7 @@ import torch
 
 from engine.actors.runner import Answer
 from engine.execution.batch import lay_out
-from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures
+from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures, sampled_places
 from engine.execution.features import RankFeature, hooks
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.profiles import Profiles
@@ -125,10 +125,12 @@ class ModelRunner:
         whole = self._whole_decodes
         if whole is None or step.admissions:
             return None
-        each_is_sampled = step.prefill_samples == step.prefill_lengths  # as where tokens are verified
-        if step.prefill_rows and not (whole.verifies and each_is_sampled and not self._prompts.rows):
-            return None
-        num_tokens = len(step.decode_rows) // 4 + int(np.frombuffer(step.prefill_lengths, dtype=np.int32).sum())
+        num_tokens = len(step.decode_rows) // 4
+        if step.prefill_rows:
+            each_is_sampled = step.prefill_samples == step.prefill_lengths  # as where tokens are verified
+            if not (whole.verifies and each_is_sampled and not self._prompts.rows):
+                return None
+            num_tokens += int(np.frombuffer(step.prefill_lengths, dtype=np.int32).sum())
         return whole if whole.fits(num_tokens) else None
 
     def _apply(self, step: Step) -> None:
@@ -161,9 +163,8 @@ class ModelRunner:
 
     def _run_whole(self, whole: CapturedDecodes, step: Step) -> LaunchedStep:
         """Run a step that is one call: every token samples."""
-        batch = lay_out(step, self._rows.computed)
         # A sampled token's position is also its length: as many tokens come before it.
-        rows_N, positions_N = batch.sample_rows_N, batch.sample_positions_N
+        rows_N, positions_N = sampled_places(step, self._rows.computed)
         masks = self._constraints.begin(rows_N) if self._constraints.rows else None
         variant = whole.variant_of(rows_N, positions_N) if masks is None else SamplingVariant.LOGITS
         decoded = whole.launch(rows_N, positions_N.astype(np.int32), variant)

@@ -1,5 +1,8 @@
 """The trial of shared memory in processes of their own: what they compute, how they end, and what ranks agree on."""
 
+import io
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.config import Config, build_config
-from engine.host.interpreters import module_command
+from engine.host.interpreters import import_path, module_command
 from engine.host.kept_results import KeptResults
 from engine.plugins.comm.symmetric import SymmetricComm
 from engine.plugins.comm.symmetric.memory import ALIGNMENT, SharedMemory
@@ -81,6 +84,60 @@ def test_a_process_that_hangs_is_killed_with_all_that_it_started(kept: KeptResul
     mark.unlink(missing_ok=True)
     time.sleep(0.3)
     assert not mark.exists()
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_the_rank_that_started_it(tmp_path: Path) -> None:
+    """Else it would hold memory of its GPU when the rank is started again."""
+    mark = tmp_path / "alive"
+    trial = (
+        f"import os, pathlib, threading, time\nfrom {PROCESS} import end_with_starter\n"
+        "threading.Thread(target=end_with_starter, args=(0,)).start()\n"
+        f"while True: pathlib.Path({str(mark)!r}).touch(); time.sleep(0.05)"
+    )
+    rank = subprocess.Popen(
+        program(
+            "from engine.host.kept_results import KeptResults\n"
+            "from engine.plugins.comm.symmetric.trial import MemoryTrial\n"
+            f"MemoryTrial({program(trial)!r}, 60, KeptResults('shared memory', 'a test', (), bool)).run()"
+        ),
+        env={**os.environ, **import_path(), "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    deadline = time.monotonic() + 120
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert mark.exists()
+    rank.kill()
+    rank.wait()
+    time.sleep(1)
+    mark.unlink()
+    time.sleep(0.5)
+    assert not mark.exists()
+
+
+class StuckProcess:
+    """A process that a driver holds, so that a kill does not end it."""
+
+    pid = 1 << 30  # of no process
+    stderr = io.BytesIO()
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def communicate(self, timeout: float) -> None:
+        raise subprocess.TimeoutExpired("trial", timeout)
+
+    def wait(self, timeout: float | None = None) -> None:
+        assert timeout is not None, "it waits for ever"
+        raise subprocess.TimeoutExpired("trial", timeout)
+
+
+def test_a_process_that_even_a_kill_does_not_end_is_left(
+    kept: KeptResults[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", StuckProcess)
+    with pytest.raises(RuntimeError, match=r"was not done after 1 s"):
+        MemoryTrial(program(""), 1, kept).run()
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """The flat layout of a step: decodes first, then prefill segments, each token with its row and position."""
 
 import numpy as np
+import pytest
 
 from engine.execution.batch import lay_out
+from engine.execution.captured_steps import sampled_places, token_places
 from engine.messages import Step
 
 
@@ -48,3 +50,33 @@ def test_a_batch_keeps_its_lengths_when_the_next_step_is_laid_out() -> None:
     first = lay_out(Step(step_id=0, decode_rows=int32(0)), computed)
     lay_out(Step(step_id=1, decode_rows=int32(0)), computed)
     assert (first.lengths_B.tolist(), first.positions_T.tolist()) == ([11], [10])
+
+
+VERIFIES = {
+    "prefill_rows": int32(1, 2),
+    "prefill_starts": int32(5, 4),
+    "prefill_lengths": int32(3, 1),
+    "prefill_samples": int32(3, 1),
+}
+
+
+@pytest.mark.parametrize("verified", [{}, VERIFIES], ids=["decodes alone", "tokens are verified"])
+def test_the_places_of_a_captured_step_are_those_of_its_layout(verified: dict[str, bytes]) -> None:
+    step = Step(step_id=0, decode_rows=int32(3, 0), **verified)
+    computed = np.array([10, 9, 4, 7], dtype=np.int32)
+    laid_out = computed.copy()
+    batch = lay_out(step, laid_out)
+    rows, given = token_places(step)
+    assert rows.tolist() == batch.rows_T.tolist()
+    assert given.tolist() == [-1, -1, *batch.positions_T[2:].tolist()], "the device has the lengths of decodes"
+    rows, positions = sampled_places(step, computed)
+    assert rows.tolist() == batch.sample_rows_N.tolist()
+    assert positions.tolist() == batch.sample_positions_N.tolist()
+    assert computed.tolist() == laid_out.tolist()
+
+
+def test_a_decode_step_that_runs_whole_is_not_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout takes several times as long as the places alone, in each step of a CPU."""
+    monkeypatch.delattr("engine.execution.captured_steps.lay_out")
+    rows, positions = sampled_places(Step(step_id=0, decode_rows=int32(1)), np.array([3, 4], dtype=np.int32))
+    assert (rows.tolist(), positions.tolist()) == ([1], [5])

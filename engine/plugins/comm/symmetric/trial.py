@@ -20,7 +20,9 @@ from engine.host.kept_results import KeptResults
 from engine.plugins.hookspecs import CommContext
 
 PROCESS = "engine.plugins.comm.symmetric.trial_process"
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a driver is replaced, and GPUs are moved, between two boots
+# GPUs are moved between two boots; a driver may also be replaced without one.
+BOOT_ID, DRIVER = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/driver/nvidia/version")
+KILLED_S = 5.0
 
 
 class MemoryTrial:
@@ -36,22 +38,21 @@ class MemoryTrial:
 
     def run(self) -> None:
         """Run the process until it ends, at most until the limit.  Raises RuntimeError unless all was right."""
-        # A session of its own: compilers that it has started end with it.
-        with subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **import_path()},
-            start_new_session=True,
-        ) as process:
-            try:
-                errors = process.communicate(timeout=self._limit_s)[1]
-            except subprocess.TimeoutExpired:
-                raise RuntimeError(f"a trial in a process of its own was not done after {self._limit_s:g} s") from None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        end, kept_open = os.pipe()  # its end shows the process that this one is gone
+        try:
+            # A session of its own: compilers that it has started end with it.
+            process = subprocess.Popen(
+                self._command,
+                stdin=end,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **import_path()},
+                start_new_session=True,
+            )
+            errors = self._errors_of(process)
+        finally:
+            os.close(end)
+            os.close(kept_open)
         if process.returncode < 0:
             what = signal.Signals(-process.returncode).name
             raise RuntimeError(f"a trial in a process of its own was ended by {what}")
@@ -59,6 +60,20 @@ class MemoryTrial:
             said = errors.decode(errors="replace").split("\n")
             reason = next((line for line in reversed(said) if line.strip()), f"exit code {process.returncode}")
             raise RuntimeError(f"a trial in a process of its own failed: {reason.strip()}")
+
+    def _errors_of(self, process: "subprocess.Popen[bytes]") -> bytes:
+        """Return what a process has written when it ended.  Raises RuntimeError at the limit."""
+        try:
+            return process.communicate(timeout=self._limit_s)[1]
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"a trial in a process of its own was not done after {self._limit_s:g} s") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if process.stderr is not None:
+                process.stderr.close()
+            with suppress(subprocess.TimeoutExpired):  # a driver that hangs holds even a process that was killed
+                process.wait(KILLED_S)
 
     def keep(self) -> None:
         """Keep for later starts that all ranks' trials were right."""
@@ -74,8 +89,8 @@ def new_trial(context: CommContext, one_shot_bytes: int, num_bytes: int, limit_s
     sizes = [str(number) for number in (one_shot_bytes, num_bytes, limit_s)]
     place = [str(context.rank), str(context.size), str(torch.cuda.current_device()), f"{context.rendezvous}.trial"]
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    boot = BOOT_ID.read_text() if BOOT_ID.exists() else ""
-    holds_for = ([str(gpu.uuid) for gpu in gpus], context.size, sizes[:2], torch.__version__, __version__, boot)
+    system = [path.read_text() if path.exists() else "" for path in (BOOT_ID, DRIVER)]
+    holds_for = ([str(gpu.uuid) for gpu in gpus], context.size, sizes[:2], torch.__version__, __version__, system)
     about = f"{context.size} of {gpus[0].name}"
     command = module_command(PROCESS, *place, *sizes)
     return MemoryTrial(command, limit_s, KeptResults("shared memory", about, holds_for, bool))

@@ -8,6 +8,7 @@ Owns: what is computed.  Does not know: the engine, what its result is used for.
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -85,6 +86,7 @@ def numbers(like: Tensor, rank: int, turn: int) -> Tensor:
 def main(rank: str, size: str, gpu: str, rendezvous: str, one_shot_bytes: str, num_bytes: str, limit_s: str) -> None:
     """Check the memory of this rank's GPU."""
     signal.alarm(int(float(limit_s)) + 1)  # the kernel ends this process, even if all here hangs and the engine is gone
+    threading.Thread(target=end_with_starter, args=(sys.stdin.fileno(),), name="trial-starter", daemon=True).start()
     torch.cuda.set_device(int(gpu))
     context = CommContext(int(rank), int(size), "cuda", rendezvous)
     store = open_store(NAME, rendezvous, context.rank, context.size, float(limit_s))
@@ -95,6 +97,14 @@ def main(rank: str, size: str, gpu: str, rendezvous: str, one_shot_bytes: str, n
     store.set(f"right{rank}", "1")
     store.wait([f"right{one}" for one in range(context.size)])  # until then others read this rank's memory
     os._exit(0)  # what libraries do at the end is no part of the trial
+
+
+def end_with_starter(pipe: int) -> None:
+    """Wait until the starting process is gone, then kill this one and all that it has started.
+
+    The engine's next start finds the GPU's memory free."""
+    os.read(pipe, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def sizes_between(one_shot_bytes: int, num_bytes: int, num_ranks: int) -> list[int]:
