@@ -24,6 +24,11 @@ class EightBits(NamedTuple):
     scales_EBC: Tensor
 
 
+def scales_of(name: str) -> str:
+    """Return the name of the scales of a weight's tensor."""
+    return f"{name.removesuffix('weight')}{SCALES}"
+
+
 class StoredFloat8:
     """Memory for one linear layer of all experts, filled as files have it."""
 
@@ -44,10 +49,10 @@ class StoredFloat8:
             count = one.target.shape[0]
             bounds = (first, count, one.start, one.length)
             assert not any(bound % BLOCK for bound in bounds), f"{one.source}: {bounds} are no whole blocks"
-            name, (outputs, inputs) = one.source.removesuffix("weight"), one.shape
+            outputs, inputs = one.shape
             yield replace(one, target=elements_OI[first : first + count])
             yield WeightSlice(
-                f"{name}{SCALES}",
+                scales_of(one.source),
                 (outputs // BLOCK, inputs // BLOCK),
                 one.dim,
                 one.start // BLOCK,

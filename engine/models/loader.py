@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from typing import Literal
 
 import msgspec
@@ -25,7 +26,7 @@ from engine.formats.reader import CODES, LOADABLE, WeightReader
 from engine.host.memory import release_freed
 from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
-from engine.layers.float8_experts import SCALES
+from engine.layers.float8_experts import SCALES, scales_of
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import LinearKernel, Linears, RowKeeper
 from engine.layers.weights import WeightSlice
@@ -71,9 +72,8 @@ def load_model(
     shape, reader, kernels = spec.shape, None, kernels or choose_kernels(device)
     with ExitStack() as opened:
         if load_format == "safetensors":
-            reader = open_reader(spec)
+            reader, shape = _opened(spec)
             opened.callback(reader.close)
-            shape = _with_stored_experts(shape, reader)
             if shape.task_head is not None:
                 shape = _with_stored_head(shape, reader)
             elif shape.tied and _has_own_head(shape, reader, dtype):
@@ -172,6 +172,31 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping
         known = name == f"{spec.shape.names.head}.weight" or HARMLESS.fullmatch(name)
         if not known and not any(re.search(pattern, name) for pattern in spec.shape.unread):
             raise WeightsError(f"{stored[name].file}: tensor {name!r} has no place in {spec.architecture}")
+
+
+def _opened(spec: ModelSpec) -> tuple[WeightReader, DecoderShape]:
+    """Return the reader, and the shape with experts as they are stored; all become floats if some are not in float8."""
+    reader = open_reader(spec)
+    shape = _with_stored_experts(spec.shape, reader)
+    if not any(one.float8 for one in shape.experts) or not (other := _not_in_float8(shape, reader.tensors)):
+        return reader, shape
+    what = "%s: experts are read as the floats that they stand for: %s is not in float8 with %s"
+    log.warning(what, spec.directory, other, scales_of(other))
+    reader.close()
+    spec = msgspec.structs.replace(spec, shape=spec.shape.with_experts(float8=False))
+    return open_reader(spec), shape.with_experts(float8=False)
+
+
+def _not_in_float8(shape: DecoderShape, stored: Mapping[str, StoredTensor]) -> str:
+    """Return the first weight of an expert that is stored in another way; '' for none."""
+    for index, layer in enumerate(shape.layers):
+        if isinstance(mlp := layer.mlp, ExpertsShape):
+            prefix = f"{shape.names.layers}.{index}.{mlp.name}.experts"
+            numbers = product(range(mlp.num_experts), (mlp.gate, mlp.up, mlp.down))
+            for name in (f"{prefix}.{number}.{one}.weight" for number, one in numbers):
+                if name in stored and (stored[name].dtype != "F8_E4M3" or scales_of(name) not in stored):
+                    return name
+    return ""
 
 
 def _with_stored_head(shape: DecoderShape, reader: WeightReader) -> DecoderShape:

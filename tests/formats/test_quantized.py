@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from callboard import LLM, SamplingParams
@@ -120,6 +121,18 @@ def test_layers_that_were_skipped_are_read_as_they_are(tmp_path: Path) -> None:
     directory, reference = write(tmp_path, gptq(), GPTQ, skip="layers.1.self_attn.k_proj")
     assert "model.layers.1.self_attn.k_proj.weight" in load_file(directory / "model.safetensors")
     assert_equal(directory, reference)
+
+
+@pytest.mark.parametrize(
+    ("scales", "skip"), [("weight_scale_inv", "layers.0.mlp.experts.2.up_proj"), ("weight_scale", "lm_head")]
+)
+def test_experts_become_floats_where_a_kernel_for_float8_lacks_some(scales: str, skip: str, tmp_path: Path) -> None:
+    config = FP8 | {"weight_block_size": [128, 128]}
+    directory, reference = write(tmp_path, float8((128, 128), scales), config, variant="qwen3-moe", skip=skip)
+    spec = read_model(directory)
+    spec = structs.replace(spec, shape=spec.shape.with_experts(float8=True))  # as on a Hopper GPU
+    expected = reference(input_ids=torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(Driver(load(spec)).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_each_rank_reads_its_part_of_a_rounded_weight(tmp_path: Path) -> None:
