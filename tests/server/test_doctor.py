@@ -86,7 +86,7 @@ def test_a_gguf_file_is_looked_at_as_a_start_does(tmp_path: Path, monkeypatch: p
     found = findings(model={"path": str(path)}, device={"kind": "cpu"})
     assert [found[what].verdict for what in ("model", "weights")] == ["good", "good"]
     assert found["model"].found.startswith(f"{path}: ")
-    assert "to load" in found["weights"].found
+    assert "while they load" in found["weights"].found
     assert "tokenizer" not in found
     monkeypatch.setattr(preview, "free_bytes", lambda device: 1)
     assert findings(model={"path": str(path)}, device={"kind": "cpu"})["weights"].verdict == "bad"
@@ -111,7 +111,7 @@ def test_ranks_on_a_cpu_share_what_there_is_as_they_do_at_a_start(monkeypatch: p
         for ranks in (1, 2)
     )
     assert "of 10.00 GB" in one
-    assert "0.01 GB to load, of 5.00 GB" in two
+    assert "0.01 GB at most while they load, of 5.00 GB" in two
 
 
 def test_memory_is_what_the_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

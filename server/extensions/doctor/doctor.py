@@ -291,7 +291,7 @@ def _room_for(spec: ModelSpec, config: Config) -> Finding:
         return Finding("weights", "bad", "they cannot be loaded here", str(error))
     except ImportError as error:
         return Finding("weights", "note", "not estimated", str(error))
-    found = f"{needed / 1e9:.2f} GB to load, of {available / 1e9:.2f} GB"
+    found = f"{needed / 1e9:.2f} GB at most while they load, of {available / 1e9:.2f} GB"
     if config.model.load_format == "dummy":
         return Finding(
             "weights", "note", f"{found}, drawn at random", "for benchmarks only: model.load_format = 'dummy'"
