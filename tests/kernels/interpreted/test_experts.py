@@ -255,13 +255,17 @@ def as_rounded(x_TI: Tensor) -> Tensor:
     ],
 )
 def test_experts_in_float8(num_tokens: int, num_experts: int, num_chosen: int, width: int, inner: int):
+    check_float8(kernel, num_tokens, num_experts, num_chosen, width, inner)
+
+
+def check_float8(module: ModuleType, num_tokens: int, num_experts: int, num_chosen: int, width: int, inner: int):
     """Inputs of both products are rounded as for other layers in float8, and nothing else is."""
     x = normal(num_tokens, width)
     chosen = torch.stack([torch.randperm(num_experts)[:num_chosen] for _ in range(num_tokens)])
     weights = normal(num_tokens, num_chosen, seed=1).softmax(-1)
     gate_up, gate_up_floats = in_float8(num_experts, 2 * inner, width, seed=2)
     down, down_floats = in_float8(num_experts, width, inner, seed=4)
-    found = mix_experts(x, weights, chosen, gate_up, down, None, None, "silu")
+    found = module.mix_experts(x, weights, chosen, gate_up, down, None, None, "silu")
     expected = torch.zeros(num_tokens, width, dtype=torch.float64)
     for token, row in enumerate(as_rounded(x).double()):
         for weight, expert in zip(weights[token].double(), chosen[token].tolist(), strict=True):
@@ -270,8 +274,40 @@ def test_experts_in_float8(num_tokens: int, num_experts: int, num_chosen: int, w
             expected[token] += weight * (down_floats[expert].double() @ gated.double())
     # A number at a border between two of float8 may fall on either side.
     errors = (found.double() - expected).abs() / expected.abs().amax()
-    assert (errors > 1e-5).sum(1).count_nonzero() <= 1
+    assert (errors > 1e-5).sum(1).count_nonzero() <= 1, "results of several tokens differ"
     assert errors.max() < 0.02
+
+
+ONE_SCALE = """row_MI = x + token_M[:, None] * INNER + tl.arange(0, INNER)[None, :]
+            _, scale_M = rounded_rows(tl.load(row_MI, mask=live_M[:, None], other=0.0))
+            rounded_MC = (x_MC / scale_M[:, None]).to(tl.float8e4nv)"""
+FLOAT8_MISTAKES = {
+    "scale of the first inputs": ("scales + block * (INNER // 128) + at)", "scales + block * (INNER // 128))"),
+    "scale of the first outputs": ("scales + block * (INNER // 128) + at)", "scales + at)"),
+    "scale of gates for ups": ("scales, WIDTH // GROUP + block, up_N", "scales, block, up_N"),
+    "scales of the first expert": ("scales += expert * (WIDTH // GROUP) * (INNER // GROUP)", "scales += expert * 0"),
+    "no scale of weights": ("product_MN * (scale_M * scale)[:, None]", "product_MN * scale_M[:, None]"),
+    "no scale of inputs": ("product_MN * (scale_M * scale)[:, None]", "product_MN * scale"),
+    "a scale for all rows": (
+        "tl.max(tl.abs(x_MC), 1), SMALLEST)",
+        "tl.max(tl.abs(x_MC)) + 0 * tl.max(x_MC, 1), SMALLEST)",
+    ),
+    "a scale for all inputs of a row": ("rounded_MC, scale_M = rounded_rows(x_MC)", ONE_SCALE),
+    "weights of another expert": ("row = expert.to(tl.int64) * WIDTH", "row = (expert.to(tl.int64) ^ 1) * WIDTH"),
+    "a pair of another token": (
+        "place_M, mask=live_M, other=0) // NUM_CHOSEN",
+        "stop - 1) // NUM_CHOSEN + place_M * 0",
+    ),
+    "weight of another pair": ("tl.load(weights + pair_M,", "tl.load(weights + place_M,"),
+}
+
+
+@pytest.mark.usefixtures("float8_as_a_gpu_rounds_it")
+@pytest.mark.parametrize("mistake", FLOAT8_MISTAKES)
+def test_a_mistake_with_experts_in_float8_is_found(mistake: str, tmp_path: Path):
+    planted = with_mistake(kernel, *FLOAT8_MISTAKES[mistake], tmp_path)
+    with pytest.raises(AssertionError):
+        check_float8(planted, 5, 2, 2, 256, 128)
 
 
 @pytest.mark.usefixtures("float8_as_a_gpu_rounds_it")
