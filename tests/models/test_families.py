@@ -73,9 +73,9 @@ by `python -m tests.models.test_families`.
   families but GPT-2, Mistral 4, DeepSeek V3.2, GLM-4.7-Flash, GLM-5 and those with recurrent layers, with experts in
   any type of blocks (`pytest tests/formats/test_gguf_families.py`).
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
-- Soft-capped scores (Gemma 2) need `attention.triton` or `attention.torch`, attention sinks (gpt-oss) and latents (DeepSeek)
-  one of these or `flash_attn` with FA3 (sinks: in SGLang's build), and `flash_mla` decodes over latents; `auto` measures those that
-  are installed, and the other backends are refused by name.
+- Soft-capped scores (Gemma 2) need `attention.triton` or `attention.torch`. Attention sinks (gpt-oss) and latents
+  (DeepSeek) need one of these, or `flash_attn` with FA3 (for sinks SGLang's build); `flash_mla` decodes over latents.
+  `auto` measures those that are installed; the other backends are refused by name.
 - With longrope (Phi-3, Phi-4) sequences end at the original length, up to which transformers uses the short factors: a
   longer one would need other keys from its first token on. Where the long factors are the same, they do not end there.
   Dynamic scaling changes nothing within the length that a model was trained for.
@@ -266,7 +266,7 @@ def test_what_a_checkpoint_names_is_a_test() -> None:
     assert {name: proof for name, proof in proofs.items() if proof and proof not in tests} == {}
 
 
-@pytest.mark.parametrize("text", [INTRODUCTION, TEXT_PART, NAMED, THROUGH], ids=["head", "text part", "named", "through"])
+@pytest.mark.parametrize("text", [INTRODUCTION, TEXT_PART, NAMED, THROUGH])
 def test_the_page_has_the_text_between_its_tables(text: str) -> None:
     assert text in PAGE.read_text(), "the text is written here; then run python -m tests.models.test_families"
 
