@@ -11,12 +11,14 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from engine.kernels import compiled, panels, sources
 from engine.kernels.levels import LEVELS, Level, levels_here
+from engine.kernels.library import Making
 from engine.settings.own_kernels import c_compiler
 from tests.kernels.emulation import emulated
 
@@ -81,7 +83,11 @@ def compile_for(level: str) -> None:
     """All kernels that this process calls are from now on of this level, and sanitized."""
     (chosen,) = (one for one in levels() if one.name == level)
     compiled.levels_here = lambda capability: [chosen]
-    sources.SOURCES = {name: (*flags, *FLAGS) for name, flags in sources.SOURCES.items()}
+    sources.SOURCES = {name: (*flags, *FLAGS, "-DWITH_ALL_TILES") for name, flags in sources.SOURCES.items()}
+    # One library with all tiles, as a wheel's: the seconds are for calls.
+    every = [*sources.units(), *sources.units(list(chain.from_iterable(sources.TILES.values())))]
+    sources.units = lambda tables=(): every
+    Making._with_way = lambda self, library, way: library
     # A panel that ends with its memory: a read behind it is seen.
     panels.ALIGNMENT = 1
     # What torch makes and no operation writes is NaN.
