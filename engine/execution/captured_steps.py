@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from engine.execution.batch import Int32, Int64, decode_rows, lay_out
+from engine.execution.batch import Int64, decode_rows
 from engine.layers.step import StepTensors
 from engine.messages import Step
 from engine.sampling.captured import SamplingVariant
@@ -113,13 +113,3 @@ def token_places(step: Step) -> tuple[Int64, Int64]:
     nth = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     given = np.concatenate((np.full(len(decodes), -1), np.repeat(starts, lengths) + nth))
     return np.concatenate((decodes, np.repeat(rows, lengths))).astype(np.int64), given.astype(np.int64)
-
-
-def sampled_places(step: Step, computed: Int32) -> tuple[Int64, Int64]:
-    """Return row and position of each sampled token, as ``lay_out`` does, which takes longer for a step of decodes."""
-    if step.prefill_rows:
-        batch = lay_out(step, computed)
-        return batch.sample_rows_N, batch.sample_positions_N
-    decodes = decode_rows(step)
-    computed[decodes] += 1
-    return decodes, computed[decodes].astype(np.int64)

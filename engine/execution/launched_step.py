@@ -1,6 +1,6 @@
 """A step whose kernels are queued, and the result that it becomes.
 
-Owns: the wait for the device, the columns of a result.  Does not know: how a step is launched, features.
+Owns: the wait for the device, the columns of a result, where it samples.  Does not know: how a step is launched, features.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from engine.execution.batch import Int32, Int64, decode_rows, lay_out
 from engine.execution.captured_steps import StepEvent
 from engine.execution.prompts import Columns, PromptResult
-from engine.messages import StepDone, StepExtras
+from engine.messages import Step, StepDone, StepExtras
 from engine.sampling.sampler import SampledTokens
 
 T = TypeVar("T")
@@ -79,3 +80,13 @@ class LaunchedStep:
         if self.event is not None:
             self.event.synchronize()
         return self.sampled.token_ids_N.numpy()
+
+
+def sampled_places(step: Step, computed: Int32) -> tuple[Int64, Int64]:
+    """Return row and position of each sampled token, as ``lay_out`` does, which takes longer for a step of decodes."""
+    if step.prefill_rows:
+        batch = lay_out(step, computed)
+        return batch.sample_rows_N, batch.sample_positions_N
+    decodes = decode_rows(step)
+    computed[decodes] += 1
+    return decodes, computed[decodes].astype(np.int64)

@@ -12,9 +12,9 @@ import torch
 
 from engine.actors.runner import Answer
 from engine.execution.batch import lay_out
-from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures, sampled_places
+from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Captures
 from engine.execution.features import RankFeature, hooks
-from engine.execution.launched_step import LaunchedStep
+from engine.execution.launched_step import LaunchedStep, sampled_places
 from engine.execution.profiles import Profiles
 from engine.execution.prompt_logprobs import PromptScores
 from engine.execution.prompts import PromptResult, Prompts, WantedStates

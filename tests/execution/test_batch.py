@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from engine.execution.batch import lay_out
-from engine.execution.captured_steps import sampled_places, token_places
+from engine.execution.captured_steps import token_places
+from engine.execution.launched_step import sampled_places
 from engine.messages import Step
 
 
@@ -77,6 +78,6 @@ def test_the_places_of_a_captured_step_are_those_of_its_layout(verified: dict[st
 
 def test_a_decode_step_that_runs_whole_is_not_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout takes several times as long as the places alone, in each step of a CPU."""
-    monkeypatch.delattr("engine.execution.captured_steps.lay_out")
+    monkeypatch.delattr("engine.execution.launched_step.lay_out")
     rows, positions = sampled_places(Step(step_id=0, decode_rows=int32(1)), np.array([3, 4], dtype=np.int32))
     assert (rows.tolist(), positions.tolist()) == ([1], [5])
