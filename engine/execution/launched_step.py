@@ -1,6 +1,6 @@
 """A step whose kernels are queued, and the result that it becomes.
 
-Owns: the wait for the device, the columns of a result, where it samples.  Does not know: how a step is launched, features.
+Owns: the wait for the device, the columns of a result, the places of samples.  Does not know: how it is launched.
 """
 
 from collections.abc import Callable
