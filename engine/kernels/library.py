@@ -112,9 +112,11 @@ def compiling(stored: Sequence[str], *, for_cpu: bool) -> Iterator[None]:
     threads = [Thread(target=_compile, args=(compiler, part), daemon=True) for part in dict.fromkeys(parts)]
     for one in threads:
         one.start()
-    yield
-    for one in threads:
-        one.join()
+    try:
+        yield
+    finally:
+        for one in threads:
+            one.join()
 
 
 def _compile(compiler: list[str], tables: Sequence[str]) -> None:
@@ -146,10 +148,8 @@ def _keep(content: bytes, folder: Path, kind: str) -> Path:
 def _loaded(content: bytes, folder: Path | None, kind: str) -> KernelLibrary:
     """Load a library that was just compiled, and cache it if possible.  Raises OSError."""
     if folder is not None:
-        try:
-            return KernelLibrary(
-                str(_keep(content, folder, kind))
-            )  # a folder for temporary files may forbid running code
+        try:  # before a folder for temporary files, which may forbid running code
+            return KernelLibrary(str(_keep(content, folder, kind)))
         except OSError as error:
             log.info("kernels: compiled at each start, as they cannot be kept in %s: %s", folder, error)
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
