@@ -30,6 +30,7 @@ from tests.models.checkpoints import VOCAB, build, configuration, random_tokens,
 from tests.pace import far
 
 MOST = 64
+HALF = 240  # tokens of the streams that outlast other executors' load
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MOST, ignore_eos=True)
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((3, 20, 11, 16, 9, 23))]
 TIE = 1e-3  # of logits: either token is right
@@ -217,17 +218,26 @@ async def test_executors_in_processes_of_their_own_are_replaced_and_sleep(
         monkeypatch.setattr("engine.control.changeover.available_bytes", lambda: 0)
     places = {"placement": {"executor": "process"}}
     # Their steps cannot be slowed down from here: the streams are as long as that other executors load meanwhile.
-    endless = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
+    endless = SamplingParams(temperature=0.0, max_tokens=2 * HALF, ignore_eos=True)
 
     async with running(models.config("first", **places)) as (system, changeover):
         done = asyncio.Event()
         found: list[tuple[list[int], list[int]]] = []
 
         async def ask_on(prompt: list[int]) -> None:
-            while not done.is_set():
-                delta = await system.ingress.open(prompt, endless).collect()
-                assert delta.finish == Finish.LENGTH
-                found.append((prompt, tokens_of(delta.token_ids)))
+            # Streams of one batch end in one step: the next one opens when half of this one is left.
+            following: Stream | None = system.ingress.open(prompt, endless)
+            while following is not None:
+                stream, following = following, None
+                tokens: list[int] = []
+                finish = Finish.RUNNING
+                while finish == Finish.RUNNING:
+                    delta = await stream.next()
+                    finish, tokens = delta.finish, tokens + tokens_of(delta.token_ids)
+                    if following is None and len(tokens) >= HALF and not done.is_set():
+                        following = system.ingress.open(prompt, endless)
+                assert finish == Finish.LENGTH
+                found.append((prompt, tokens))
 
         asking = [asyncio.create_task(ask_on(prompt)) for prompt in PROMPTS]
         outcome = await changeover.apply(models.config("first", kv={"page_size": 32, "num_pages": 200}, **places))
@@ -239,7 +249,9 @@ async def test_executors_in_processes_of_their_own_are_replaced_and_sleep(
             await changeover.apply(models.config("first", kv={"page_size": 32, "num_pages": 1}, **places))
         done.set()
         await asyncio.gather(*asking)
-        assert all(models.right("first", prompt, tokens, adapted=False) == [True] * 480 for prompt, tokens in found)
+        assert all(
+            models.right("first", prompt, tokens, adapted=False) == [True] * 2 * HALF for prompt, tokens in found
+        )
         planner = system.scheduler.planner
         assert planner is not None
         planner.check()
