@@ -6,5 +6,7 @@ if __name__ == "__main__":
     reason = model.fetch()
     print(f"real: the model cannot be fetched here: {reason}; its tests are skipped" if reason else model.path())
     for name in vocabularies.SHA512:
-        reason = vocabularies.fetch(name)
-        print(f"real: no tokenizer {name}: {reason}; its tests are skipped" if reason else vocabularies.path(name))
+        if reason := vocabularies.fetch(name):
+            print(f"real: no tokenizer {name}: {reason}; tests are skipped, and no other tokenizer is fetched")
+            break
+        print(vocabularies.path(name))

