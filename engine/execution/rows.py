@@ -5,7 +5,7 @@ Owns: token ids, page table, and how many positions of each row are computed.  D
 """
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class StepInputs:
     page_table_BP: Tensor
     lengths_B: Tensor
     query_starts_B1: Tensor
-    shares: bool = True
+    shares: bool = field(default=True, kw_only=True)
 
     def planned(self, batch: Batch, attention: AttentionBackend, pool: KVPool) -> StepTensors:
         """Plan ``batch``, whose inputs these are, for attention.  Return the tensors for the model."""

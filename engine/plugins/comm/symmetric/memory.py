@@ -85,7 +85,8 @@ def has_summing_switch() -> bool:
     try:
         from torch.distributed._symmetric_memory import _SymmetricMemory as Memory  # not in every build
 
-        return bool(Memory.has_multicast_support(torch.autograd.DeviceType.CUDA, torch.cuda.current_device()))
+        kind: Any = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        return bool(Memory.has_multicast_support(kind, torch.cuda.current_device()))
     except (ImportError, AttributeError, RuntimeError):
         return False
 
