@@ -54,14 +54,23 @@ def prompts() -> list[list[int]]:
     return [random_tokens(length, seed) for seed, length in enumerate(PROMPT_LENGTHS)]
 
 
-@pytest.mark.parametrize(
-    ("page_size", "prefill_chunk"),
-    [(1, 16), (16, 512), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((1, 512), (16, 16)))],
-)
+@pytest.mark.parametrize(("page_size", "prefill_chunk"), [(1, 16), (16, 512)])
 def test_greedy_tokens_equal_generate(
     variant: str, checkpoint: tuple[Path, PreTrainedModel], greedy: Greedy, page_size: int, prefill_chunk: int
 ) -> None:
-    directory, _ = checkpoint
+    check(variant, checkpoint[0], greedy, page_size, prefill_chunk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [*LONG, "qwen3-5"], indirect=True)  # the last one has states as well
+@pytest.mark.parametrize(("page_size", "prefill_chunk"), [(1, 512), (16, 16)])
+def test_so_they_do_with_the_other_pairs_of_pages_and_chunks(
+    variant: str, checkpoint: tuple[Path, PreTrainedModel], greedy: Greedy, page_size: int, prefill_chunk: int
+) -> None:
+    check(variant, checkpoint[0], greedy, page_size, prefill_chunk)
+
+
+def check(variant: str, directory: Path, greedy: Greedy, page_size: int, prefill_chunk: int) -> None:
     length = LONG_OUTPUT_LEN if variant in LONG else OUTPUT_LEN
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     with LLM(

@@ -118,8 +118,9 @@ def results(attention: TritonAttention, batch: AttentionBatch, q_TNH: Tensor) ->
     return torch.stack([attention.attend(layer, q_TNH) for layer in range(2)])
 
 
-@pytest.mark.parametrize("programs", [2, 80])
-@pytest.mark.parametrize(("seed", "sinks", "group"), [(0, False, 2), (1, True, 3), (2, False, 1), (3, False, 5)])
+@pytest.mark.parametrize(
+    ("seed", "sinks", "group", "programs"), [(0, False, 2, 2), (1, True, 3, 80), (2, False, 1, 80), (3, False, 5, 2)]
+)
 def test_rows_that_share_get_what_they_get_alone(
     monkeypatch: pytest.MonkeyPatch, seed: int, sinks: bool, group: int, programs: int
 ):
