@@ -105,7 +105,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch, order: Order) -> None:
 
 
 def merged_twice(monkeypatch: pytest.MonkeyPatch, order: Order, latent_size: int = 0) -> Tensor:
-    """What rows of four, one and two parts get from four programs, two parts at once; the second time of two.
+    """Return the results of four programs for a row of four parts, two at once, after a step with other rows.
 
     Raises AssertionError if a place still counts."""
     with monkeypatch.context() as patched:
