@@ -23,7 +23,7 @@ from tests.checkpoints import test_text_part
 from tests.formats import test_quantized
 from tests.formats.stored import FORMATS
 from tests.models import test_published
-from tests.models.checkpoints import HYBRID, LATER, NOT_PLAIN, build
+from tests.models.checkpoints import HYBRID, LATER, LAYERED, NOT_PLAIN, build
 from tests.models.hub import CHECKPOINTS, answers, proof_of
 from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks
 
@@ -208,7 +208,7 @@ FAMILIES = {
 }
 PLAIN_CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss"]
 OTHER_NAMES = {"MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"}  # which transformers calls MiniMaxForCausalLM
-CHECKED = [*PLAIN_CHECKED, *NOT_PLAIN, *LATER, *HYBRID]
+CHECKED = [*PLAIN_CHECKED, *NOT_PLAIN, *LATER, *HYBRID, *LAYERED]
 
 
 def family_of(architecture: str) -> str:
@@ -224,7 +224,8 @@ def hook_of(architecture: str) -> Callable[..., DecoderShape]:
 
 
 @pytest.mark.parametrize(
-    "variant", [*PLAIN_CHECKED, *(pytest.param(one, marks=pytest.mark.slow) for one in (*NOT_PLAIN, *LATER, *HYBRID))]
+    "variant",
+    [*PLAIN_CHECKED, *(pytest.param(one, marks=pytest.mark.slow) for one in CHECKED[len(PLAIN_CHECKED) :])],
 )
 def test_the_reference_and_the_family_agree(variant: str, tmp_path: Path):
     reference = build(variant)
@@ -262,7 +263,7 @@ def render(passed: list[str], through: list[str], checkpoints: dict[str, str]) -
 
 def test_what_a_checkpoint_names_is_a_test() -> None:
     tests = {f"families[{variant}]" for variant in CHECKED} | {f"published[{kind}]" for kind in test_published.KINDS}
-    tests |= {f"text_part[{kind}]" for kind in (*test_text_part.KINDS, *test_text_part.THROUGH, "thinker")}
+    tests |= {f"text_part[{kind}]" for kind in (*test_text_part.KINDS, *test_text_part.DECODERS, "thinker")}
     tests |= {f"quantized[{name}]" for name in (*FORMATS, *test_quantized.AS_PUBLISHED)} | {"mxfp4[published]"}
     proofs = {name: proof_of(name, "natively") for name in CHECKPOINTS}
     assert {name: proof for name, proof in proofs.items() if proof and proof not in tests} == {}
