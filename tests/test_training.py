@@ -320,14 +320,14 @@ def late_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [no_bump, old_pages, late_rank])
+@pytest.mark.parametrize(("mutant", "num"), [(no_bump, 1), (old_pages, 2), (late_rank, 1)])
 def test_the_difference_notices_a_mutant(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    mutant: Callable[[pytest.MonkeyPatch], None], num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    assert largest() > 0.0
+    assert largest(num) > 0.0
 
 
 @pytest.mark.slow
 def test_the_difference_notices_a_kernel_that_the_trainer_does_not_use() -> None:
-    assert largest(model={"numerics": "fast", "quantization": "int8"}, device={"tensor_parallel": 1}) > 0.0
+    assert largest(1, model={"numerics": "fast", "quantization": "int8"}, device={"tensor_parallel": 1}) > 0.0

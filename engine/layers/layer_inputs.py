@@ -16,7 +16,7 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, VocabLinear
 from engine.layers.mlp import activated
 from engine.layers.norm import RMSNorm
-from engine.layers.weights import WeightSlice
+from engine.layers.weights import WeightSlice, whole
 
 
 class LayerInputs:
@@ -47,7 +47,7 @@ class LayerInputs:
         """Yield the slices of the checkpoint that this part reads, whose names are whole."""
         yield from self._table.slices(self.shape.table)
         yield from self._project.slices(self.shape.projection)
-        yield WeightSlice(f"{self.shape.norm}.weight", (self.shape.size,), 0, 0, self.shape.size, self._norm.weight)
+        yield whole(f"{self.shape.norm}.weight", self._norm.weight)
 
 
 class InputGate:
@@ -68,9 +68,6 @@ class InputGate:
     def __call__(self, x_TD: Tensor, input_TP: Tensor) -> Tensor:
         """Return what the norm behind it reads, [T, D]."""
         return self._out(activated(self._gate(x_TD), self._activation).mul_(input_TP))
-
-    def pack(self, kernels: LayerKernels | None) -> None:
-        """Do nothing: there are only linear layers."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""

@@ -17,7 +17,7 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.layer_inputs import InputGate, LayerInputs
-from engine.layers.linear import VocabLinear
+from engine.layers.linear import Linear, VocabLinear
 from engine.layers.packing import Linears
 from engine.layers.part import Norm, build
 from engine.layers.step import StepTensors
@@ -50,9 +50,10 @@ class LayeredLayer(DecoderLayer):
         self.behind_input = build(Norm, shape.behind_input, *arguments)
         self.scalar = parameter(1, device=device, dtype=dtype)
         self._scalar_name = shape.scalar
-        if self.input is not None:
-            self.products = (*self.products, self.input)  # type: ignore[assignment]
-            self.parts = (*self.parts, self.input, self.behind_input)  # type: ignore[assignment]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return super().linears if self.input is None else (*super().linears, *self.input.linears)
 
     def finish_with(
         self, x_TD: Tensor, attended_TQH: Tensor, input_TP: Tensor | None, kernels: LayerKernels | None
@@ -64,8 +65,15 @@ class LayeredLayer(DecoderLayer):
             x_TD.add_(self.behind_input(self.input(x_TD, input_TP)))
         x_TD.mul_(self.scalar)
 
+    def pack(self, kernels: LayerKernels | None, linears: Linears) -> None:
+        super().pack(kernels, linears)
+        self.behind_input.pack(kernels)
+
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         yield from super().slices(prefix)
+        if self.input is not None:
+            yield from self.input.slices(prefix)
+        yield from self.behind_input.slices(prefix)
         yield whole(joined(prefix, self._scalar_name), self.scalar)
 
 
