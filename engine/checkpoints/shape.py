@@ -28,6 +28,7 @@ class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
     interleaved: whether pairs are neighbours; otherwise they are half of the rotated elements apart.
     factor: by how much the context was extended.  original_max_len: its length before.
     low_freq_factor, high_freq_factor: for llama3.  beta_fast, beta_slow, truncate: for yarn.
+    turned: for proportional, pairs that turn; the frequencies of the others are 0.
     factors: for longrope, a divisor for each pair.  attention_factor: factor of cos and sin.
     """
 
@@ -44,6 +45,7 @@ class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
     factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
     truncate: bool = True
+    turned: int = 0
 
 
 class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -13,6 +13,7 @@ from engine.execution.third_party import build_foreign, try_foreign
 from engine.host.timeouts import named_while_slow
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.kv_pool import KVPool, Layout
+from engine.layers.mixed_attention import build_attention
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import NOT_MEASURED, Measured, choose_attention
@@ -62,11 +63,11 @@ class RankAttention:
         self._plugins = plugins
         self._spec = spec
         self._measured = measured
-        self._context = context_of(spec, page_size, device, dtype, layout, kv_dtype, invariant)
+        self._context = context_of(spec.widest, page_size, device, dtype, layout, kv_dtype, invariant)
         self._choices = choose_attention(plugins, self._context, measured=measured)
         for choice in self._choices:
             if not choice.info.built_in:
-                try_foreign(choice, spec, page_size, device, dtype, layout, kv_dtype)
+                try_foreign(choice, spec.widest, page_size, device, dtype, layout, kv_dtype)
 
     def build(self, pool: KVPool) -> AttentionBackend:
         """Return one backend, or two behind one.  Raises PluginError if one chosen by name cannot be built."""
@@ -77,7 +78,7 @@ class RankAttention:
                 build = choice.factory if choice.info.built_in else partial(build_foreign, choice)
                 try:
                     with named_while_slow(f"plugin {choice.info.label}: building its backend"):
-                        backends.append(build(self._spec, pool))
+                        backends.append(build_attention(build, self._spec, pool))
                 except PluginError as error:
                     if not choice.auto:
                         raise
@@ -86,5 +87,5 @@ class RankAttention:
             else:
                 if len(backends) == 1:
                     return backends[0]
-                return SplitAttention(prefill=backends[0], decode=backends[1], value_size=self._spec.value_size)
+                return SplitAttention(prefill=backends[0], decode=backends[1], value_size=self._spec.latent_size)
             choices = choose_attention(self._plugins, self._context, refused, self._measured)

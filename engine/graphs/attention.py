@@ -42,6 +42,7 @@ class BreakingAttention:
         self._write = writer_of(backend)
         self._recorder = recorder
         self._device = device
+        self._differ = bool(spec.heads)  # whether layers' results have several sizes
         self.out_MNH = device.buffer((max_tokens, spec.num_heads, spec.value_size), dtype)
 
     def plan_step(self, batch: AttentionBatch) -> None:
@@ -51,8 +52,10 @@ class BreakingAttention:
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """Return the attention of one layer, valid until the next layer's call."""
         out_TNH = self.out_MNH[: len(q_TNH)]
+        if self._differ:
+            out_TNH = self.out_MNH.view(-1)[: q_TNH.numel()].view(q_TNH.shape)
         # One buffer for all layers: padding that is zero in the first layer stays zero.
-        self._break(layer, q_TNH, out_TNH, zeroed=layer == 0)
+        self._break(layer, q_TNH, out_TNH, zeroed=layer == 0 or self._differ)
         return out_TNH
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:

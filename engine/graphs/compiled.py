@@ -125,7 +125,7 @@ class CompiledModel:
             torch._dynamo.mark_dynamic(tensor, 0)
 
         def run(token_ids_T: Tensor, positions_T: Tensor, slots_T: Tensor) -> Tensor:
-            marked = MarkedAttention(self._model.attention_spec.value_size)
+            marked = MarkedAttention(self._model.attention_spec.latent_size)
             return self._model.hidden(StepTensors(token_ids_T, positions_T, slots_T, slots_T, marked, self._pool))
 
         def take(trace: GraphModule, examples: Sequence[Any]) -> Compiled:

@@ -44,7 +44,8 @@ ALL_REDUCE = "callboard::all_reduce"
 
 
 class MarkedAttention:
-    """An ``AttentionBackend`` that puts a mark at each layer's attention.  value_size: size of its results."""
+    """An ``AttentionBackend`` that puts a mark at each layer's attention.  value_size: size of its results; 0
+    for as many as its query has."""
 
     def __init__(self, value_size: int) -> None:
         self._value_size = value_size
@@ -54,7 +55,7 @@ class MarkedAttention:
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """Return an empty tensor, which the operation in place of the mark will write."""
-        shape = (*q_TNH.shape[:2], self._value_size)
+        shape = (*q_TNH.shape[:2], self._value_size or q_TNH.shape[2])
         out_TNH = torch.empty(shape, dtype=q_TNH.dtype, device=q_TNH.device)
         torch.ops.callboard.attend(q_TNH, out_TNH, layer)
         return out_TNH

@@ -28,6 +28,9 @@ class AttentionSpec:
     chunked: whether the window does not move along: a query sees the tokens of its own chunk of ``window`` tokens.
     soft_cap: a score becomes soft_cap * tanh(score / soft_cap), before masks; 0 for none.
     sinks: for each layer a score per query head, [N], that enters the softmax without a value; () for none.
+    heads: number and size of the key/value heads of each layer, where layers differ; () for num_kv_heads and head_size,
+        which are otherwise those of the widest layers.
+    lenders: with ``heads``, the layer whose keys and values each layer reads: itself, or an earlier one.
     latent_size: a value is the first ``latent_size`` numbers of its key and is not stored again; 0 for separate values.
 
     A backend must declare full_layers, chunked, soft_cap, sinks and latent_size in ``Declaration.supports`` to get
@@ -46,6 +49,36 @@ class AttentionSpec:
     sinks: tuple[Tensor, ...] = field(default=(), compare=False)
     latent_size: int = 0
     chunked: bool = False
+    heads: tuple[tuple[int, int], ...] = ()
+    lenders: tuple[int, ...] = ()
+
+    @property
+    def kinds(self) -> list[tuple[list[int], "AttentionSpec"]]:
+        """The kinds of layers by heads and window: numbers of the layers of each, and their attention alone."""
+        own = self.heads or ((self.num_kv_heads, self.head_size),) * self.num_layers
+        by_kind: dict[tuple[int, int, int], list[int]] = {}
+        for layer, heads in enumerate(own):
+            by_kind.setdefault((*heads, self.window_of(layer)), []).append(layer)
+        return [(layers, self._alone(layers, *kind)) for kind, layers in by_kind.items()]
+
+    @property
+    def widest(self) -> "AttentionSpec":
+        """The attention of the widest layers alone; all of it if layers do not differ."""
+        return max((one for _, one in self.kinds), key=lambda one: one.head_size) if self.heads else self
+
+    def _alone(self, layers: list[int], num_kv_heads: int, head_size: int, window: int) -> "AttentionSpec":
+        return replace(
+            self,
+            num_layers=len(layers),
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            window=window,
+            first_window_layer=0,
+            full_layers=(),
+            sinks=tuple(self.sinks[layer] for layer in layers) if self.sinks else (),
+            heads=(),
+            lenders=(),
+        )
 
     @property
     def value_size(self) -> int:
@@ -94,6 +127,7 @@ class AttentionBatch:
     query_starts_B1: int32 [B + 1] on the device; sequence b's queries are rows starts[b]:starts[b+1] of T.
         They are its last ``starts[b+1] - starts[b]`` positions, and attend causally.
     host_lengths, host_query_lengths: int32 [B] numpy copies, so that backends need not read from the device.
+    shares: whether decode rows may have pages in common; False only where the host knows that they have none.
     """
 
     num_decodes: int
@@ -102,6 +136,7 @@ class AttentionBatch:
     query_starts_B1: Tensor
     host_lengths: npt.NDArray[np.int32]
     host_query_lengths: npt.NDArray[np.int32]
+    shares: bool = True
 
 
 class AttentionBackend(Protocol):

@@ -122,7 +122,10 @@ class Experts:
                 part.by_rows()
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
-        weights_TK, experts_TK = self.router(x_TD, self._kernels)
+        return self.mixed(x_TD, *self.router(x_TD, self._kernels), kernels)
+
+    def mixed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, kernels: LayerKernels | None) -> Tensor:
+        """Return the sum over the chosen experts, and what is for all tokens."""
         if self.shape.weighs_inputs:
             out_TD, ones_T1 = torch.zeros_like(x_TD), torch.ones_like(weights_TK[:, :1])
             for weight_T1, expert_T1 in zip(weights_TK.split(1, 1), experts_TK.split(1, 1), strict=True):

@@ -48,6 +48,7 @@ class KVPool:
         latent_size: int = 0,
     ) -> None:
         self.layout = layout
+        self.num_layers = num_layers
         self.format = PageFormat(dtype, kv_dtype)
         self.dtype = dtype
         self.head_size = head_size
@@ -86,12 +87,20 @@ class KVPool:
         """Return a layer's values, a [slots, G, R] view; with latents [slots, 1, latent_size], a part of the keys."""
         return self._values[layer]
 
+    def stride_of(self, layer: int) -> int:
+        """Return the ``page_stride`` of a layer's own slots; another one only in a pool of several kinds of layers."""
+        return self.page_stride
+
+    def own_slots(self, layer: int, slots_T: Tensor) -> Tensor:
+        """Return the layer's own slots, for slots by ``page_stride``."""
+        return slots_T
+
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return k_TGH and v_TGH, copies of what pages keep of these tokens."""
         k_TGR, v_TGR = self._key_slots[layer][slots_T], self._value_slots[layer][slots_T]
-        shape = (*k_TGR.shape[:-1], self.head_size)
-        k_TGH, v_TGH = k_TGR.new_empty(shape, dtype=self.dtype), v_TGR.new_empty(shape, dtype=self.dtype)
-        v_TGH = self.format.decode(v_TGR, v_TGH)[..., : self._latent_size or self.head_size]
+        size = self.format.head_size(k_TGR.shape[-1])
+        k_TGH, v_TGH = (one.new_empty((*one.shape[:-1], size), dtype=self.dtype) for one in (k_TGR, v_TGR))
+        v_TGH = self.format.decode(v_TGR, v_TGH)[..., : self._latent_size or size]
         return self.format.decode(k_TGR, k_TGH), v_TGH
 
     def store_latents(self, layer: int, latents_T1H: Tensor, slots_T: Tensor) -> None:

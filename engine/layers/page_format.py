@@ -72,6 +72,10 @@ class PageFormat:
             )
         return head_size + (SCALE.itemsize if self.scaled else 0)
 
+    def head_size(self, record_size: int) -> int:
+        """Return H for R."""
+        return record_size - (SCALE.itemsize if self.scaled else 0)
+
     def numbers(self, records: Tensor) -> Tensor:
         """Return a view of records as numbers of the type ``stored``; the records themselves if they have scales."""
         return records if self.scaled else records.view(self.stored)

@@ -80,7 +80,7 @@ class SelfAttention:
         kernels: LayerKernels | None,
     ) -> Tensor:
         """Return rotated queries and store keys and values (``Attention.project``).  Norms come before rotation."""
-        heads = self.qkv(normed_TD).view(-1, *self.head_shape)
+        heads = self.heads(normed_TD)
         norm = self.head_norm
         if isinstance(norm, WideHeadNorm):
             heads[:, : self.num_rotated] = norm(heads[:, : self.num_rotated])
@@ -98,6 +98,10 @@ class SelfAttention:
             qk_TAH = rotary.rotate(qk_TAH, angles)
         step.pool.store(index, qk_TAH[:, self.num_queries :], v_TGH, step.slots_T)
         return qk_TAH[:, : self.num_queries]
+
+    def heads(self, normed_TD: Tensor) -> Tensor:
+        """Return queries, keys and values, [T, Q + 2 G, H], before norm and rotation."""
+        return self.qkv(normed_TD).view(-1, *self.head_shape)
 
     def _in_kernels(self, rotary: Rotary | None, kernels: LayerKernels) -> bool:
         return kernels.on_cpu if rotary is None else rotary.fits(kernels)

@@ -25,6 +25,8 @@ def frequencies(shape: RotaryShape, head_size: int) -> Tensor:
     plain_R = 1.0 / shape.theta**exponents_R
     if shape.kind == "linear":
         return plain_R / shape.factor
+    if shape.kind == "proportional":
+        return torch.where(torch.arange(len(plain_R)) < shape.turned, plain_R / shape.factor, 0.0)
     if shape.kind == "llama3":
         return _llama3(plain_R, shape)
     if shape.kind == "yarn":

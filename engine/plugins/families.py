@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
 from engine.checkpoints.shape import DecoderShape, ExpertsShape
+from engine.checkpoints.through_transformers import ThroughTransformers
 from engine.plugins.declaration import Declaration
 from engine.plugins.features import checkpoint_features
 from engine.plugins.hookspecs import ModelContext
@@ -68,7 +69,7 @@ def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> De
 def _with_divided_experts(spec: ModelSpec, how: str) -> DecoderShape:
     """Return the shape of a model whose ranks hold whole experts.  how: as in ``model.experts``."""
     if not spec.shape.experts:
-        through = " through transformers" if spec.shape.built_by != DecoderShape.built_by else ""
+        through = " through transformers" if isinstance(spec.shape, ThroughTransformers) else ""
         what = f"{spec.architecture}{through} has no experts that ranks could divide"
         raise ConfigError(f'model.experts="{how}": {what}; set it to "cut"')
     exchanged = how == "exchanged"

@@ -43,9 +43,9 @@ _OWN = (
           "triton triton_blocks triton_int8 triton_rows"),
     _kind(LOGITS_PROCESSOR, "logits_processor", "no_repeat_ngram thinking_budget", "logits_processors", several=True),
     _kind(MODEL, "model", "apertus bamba cohere deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 exaone4 falcon_h1 gemma2 "
-          "gemma3 glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_oss granite granite_hybrid hunyuan kimi_linear lfm2 "
-          "llama llama4 minimax minimax_m2 ministral3 mistral mistral4 mixtral nemotron nemotron_h olmo2 olmo3 "
-          "olmo_hybrid phi3 qwen2 qwen3 qwen3_moe qwen3_next seed_oss smollm3 transformers", "models",
+          "gemma3 gemma4 glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_oss granite granite_hybrid hunyuan "
+          "kimi_linear lfm2 llama llama4 minimax minimax_m2 ministral3 mistral mistral4 mixtral nemotron nemotron_h "
+          "olmo2 olmo3 olmo_hybrid phi3 qwen2 qwen3 qwen3_moe qwen3_next seed_oss smollm3 transformers", "models",
           several=True, by_model=True),
     _kind(OBSERVER, "observer", "kv_events log", "observers", several=True),
     _kind("policy", "scheduling_policy", "fair fcfs lpm priority", decides=True,

@@ -6,13 +6,13 @@ Owns: its words.  Does not know: weights, torch.
 from typing import Any
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.through_transformers import ThroughTransformers
 
 
 def how_served(spec: ModelSpec) -> str:
     """Return a checkpoint's family or the lack of one, the part that is served, the form of its weights, and the length
     of sequences if it is less than the checkpoint states."""
-    how = "natively" if spec.shape.built_by == DecoderShape.built_by else "through transformers"
+    how = "through transformers" if isinstance(spec.shape, ThroughTransformers) else "natively"
     part = "" if spec.config["architectures"][0] == spec.architecture else ", its text part"
     stored = f", from {spec.quantization}" if spec.quantization else ""
     most = f", up to {spec.shape.max_len:,} tokens" if spec.shape.max_len < _stated_length(spec.config) else ""

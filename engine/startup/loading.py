@@ -30,7 +30,6 @@ from engine.host.kept_results import KeptResults
 from engine.host.stages import Stages
 from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.layers.comm import Comm, ExchangingComm
-from engine.layers.kv_pool import KVPool
 from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import Linears, RowKeeper
 from engine.layers.states import RecurrentStates
@@ -44,6 +43,7 @@ from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import NOT_MEASURED
 from engine.plugins.structured import plugin_grammars, plugin_processors
+from engine.plugins.support.paging import page_stride
 from engine.sampling.captured import SamplingVariant
 from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
@@ -233,16 +233,22 @@ def _choose_attention(start: Start, model: Model) -> RankAttention:
     measured = NOT_MEASURED
     if not start.invariant:  # a race may end otherwise at the next start, and another backend has other bits
         start.graphs.device.trim()  # contenders run in processes of their own
-        race = AttentionRace(start.plugins, *kind_of_pages, limit_s=AttentionSettings.of(start.config).race_s)
+        widest = (model.attention_spec.widest, *kind_of_pages[1:])
+        race = AttentionRace(start.plugins, *widest, limit_s=AttentionSettings.of(start.config).race_s)
         measured = measured_attention(race, start.comm, start.device, start.progress)
     return RankAttention(start.plugins, *kind_of_pages, measured, start.invariant)
 
 
 def _new_rows(start: Start, model: Model) -> DeviceRows:
     kv, spec = start.config.kv, model.attention_spec
-    page_stride = KVPool.page_stride_of(kv.layout, spec.num_layers, kv.page_size, spec.latent_size)
     kind = HostRows if start.on_cpu and not start.graphs.device.captures else DeviceRows
-    return kind(start.config.scheduler.max_running, start.max_len, kv.page_size, start.device, page_stride)
+    return kind(
+        start.config.scheduler.max_running,
+        start.max_len,
+        kv.page_size,
+        start.device,
+        page_stride(spec, kv.page_size, kv.layout),
+    )
 
 
 def _new_states(start: Start) -> RecurrentStates | None:

@@ -480,12 +480,62 @@ HYBRID["kimi-linear"] = (
         "initializer_range": 0.1,
     },
 )
-VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER, **HYBRID}
+GEMMA4_SIZES = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 11,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "final_logit_softcapping": 30.0,
+    **CALM,
+}
+LAYERED: dict[str, tuple[str, dict[str, Any]]] = {
+    # Inputs of each layer, and keys that the last layers, with wider MLPs, read of earlier ones.
+    "gemma4": (
+        "Gemma4",
+        {
+            **GEMMA4_SIZES,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    # Keys that are values in full layers, which have fewer heads.
+    "gemma4-equal-values": (
+        "Gemma4",
+        {
+            **GEMMA4_SIZES,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", *LAST_FULL],
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    # Experts beside an MLP.
+    "gemma4-experts": (
+        "Gemma4",
+        {
+            **GEMMA4_SIZES,
+            "layer_types": LAST_FULL,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+}
+VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER, **HYBRID, **LAYERED}
 CLASSES = {
     "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
     "Qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "Qwen3_5Moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "Gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
 }
 
@@ -503,7 +553,7 @@ def configuration(variant: str, **more: Any) -> PretrainedConfig:
 
 def _seed(variant: str) -> int:
     """Some came later: with their places among the others, one of these would have a near tie in what it generates."""
-    later = [*(name for name in sorted(VARIANTS) if name.startswith("cohere")), *LATER, *HYBRID]
+    later = [*(name for name in sorted(VARIANTS) if name.startswith("cohere")), *LATER, *HYBRID, *LAYERED]
     return [*(name for name in sorted(VARIANTS) if name not in later), *later].index(variant)
 
 
@@ -525,6 +575,8 @@ def build(variant: str, **more: Any) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.2)
     publish_as(family, model)
     return model
 

@@ -26,11 +26,11 @@ from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import ThreadComm, on_ranks
 from engine.settings.sections import ModelSection
 from engine.types.errors import ConfigError, WeightsError
-from tests.models.checkpoints import NOT_PLAIN, random_tokens, reference_logits
+from tests.models.checkpoints import LAYERED, NOT_PLAIN, random_tokens, reference_logits
 from tests.models.conftest import Cases
 
 # Two key/value heads each: four ranks hold copies of them.  259 tokens: no number of ranks divides the vocabulary.
-VARIANTS = ["llama", "llama-biases", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias", *NOT_PLAIN]
+VARIANTS = ["llama", "llama-biases", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias", *NOT_PLAIN, *LAYERED]
 
 
 def load_rank(spec: ModelSpec, comm: Comm, load_format: str = "safetensors") -> Decoder:

@@ -64,7 +64,7 @@ class WholeAttention:
         return out_TNH
 
     def _attend(self, layer: int, q_nNH: Tensor, picture: WholePicture) -> Tensor:
-        k_LGH, v_LGH = self._pool.read(layer, picture.slots_L)
+        k_LGH, v_LGH = self._pool.read(layer, self._pool.own_slots(layer, picture.slots_L))
         mask_nL = None
         if window := self._spec.window_of(layer):
             positions_n = torch.arange(len(q_nNH), device=q_nNH.device)[:, None] + picture.start

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool, Layout
+from engine.layers.mixed_pool import LayerPlaces, MixedPool
 
 KVPages = tuple[Tensor, Tensor]
 Int32 = npt.NDArray[np.int32]
@@ -27,6 +28,8 @@ def new_pool(
     kv_dtype: str = "",
 ) -> KVPool:
     """Return a pool for this attention."""
+    if spec.heads:
+        return MixedPool(spec.heads, spec.lenders, num_pages, page_size, dtype, device, layout, kv_dtype)
     heads = spec.num_kv_heads, spec.head_size
     return KVPool(
         spec.num_layers, num_pages, page_size, *heads, dtype, device, layout, kv_dtype, latent_size=spec.latent_size
@@ -35,13 +38,28 @@ def new_pool(
 
 def page_bytes(spec: AttentionSpec, page_size: int, dtype: torch.dtype, kv_dtype: str = "") -> int:
     """Return the bytes that a page of such a pool takes over all layers."""
+    if spec.heads:
+        places = LayerPlaces(spec.heads, spec.lenders)
+        return KVPool.page_bytes(places.count, page_size, 1, places.width, dtype, kv_dtype)
     heads = spec.num_kv_heads, spec.head_size
     return KVPool.page_bytes(spec.num_layers, page_size, *heads, dtype, kv_dtype, spec.latent_size)
 
 
+def page_stride(spec: AttentionSpec, page_size: int, layout: Layout) -> int:
+    """Return the ``page_stride`` of such a pool."""
+    num_layers = LayerPlaces(spec.heads, spec.lenders).count if spec.heads else spec.num_layers
+    return KVPool.page_stride_of(layout, num_layers, page_size, spec.latent_size)
+
+
 def pages_of(pool: KVPool) -> list[KVPages]:
     """Return keys and values per layer as [page, slot, head, size], both with the same strides."""
-    return [(layer[0], layer[1]) for layer in pool.data.unbind(0)]
+    rows = (pool.num_pages + 1, pool.page_size)
+
+    def paged(slots_SGR: Tensor) -> Tensor:
+        record = slots_SGR[0].numel()
+        return slots_SGR.as_strided((*rows, *slots_SGR.shape[1:]), (pool.page_stride * record, *slots_SGR.stride()))
+
+    return [(paged(pool.keys(layer)), paged(pool.values(layer))) for layer in range(pool.num_layers)]
 
 
 def windows_of(spec: AttentionSpec) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.mixed_attention import build_attention
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder
@@ -44,7 +45,7 @@ class Driver:
         if isinstance(model, Decoder) and (layers := model.shape.states_of_rank(model.embedding.comm.size)):
             self.states = RecurrentStates(layers, MAX_SEQUENCES, device)
             self.states.data.fill_(torch.nan)
-        self.attention: AttentionBackend = TorchAttention(spec, self.pool)
+        self.attention: AttentionBackend = build_attention(TorchAttention, spec, self.pool)
         order = np.random.default_rng(0).permutation(num_pages) if shuffled else np.arange(num_pages)[::-1]
         self.free = [int(page) for page in order]
         self.sequences: dict[str, SampleSequence] = {}

@@ -387,7 +387,7 @@ def launched(directory: Path, monkeypatch: pytest.MonkeyPatch, *, by_graphs: boo
         monkeypatch.setattr(DraftChain, "fits", lambda self, num_rows: False)
         monkeypatch.setattr(DecodeGraphs, "fits", lambda self, num_rows: False)
     with engine(directory, "breakable", "draft_model", path=str(directory), num_tokens=3) as llm:
-        llm.generate(PROMPTS, GREEDY)
+        llm.generate(PROMPTS, GREEDY.replace(max_tokens=12))
     return min(numbers)
 
 
