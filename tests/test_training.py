@@ -31,6 +31,7 @@ CUT = SamplingParams(
     temperature=0.7, top_p=0.9, top_k=30, logprobs=0, processed_logprobs=True, max_tokens=24, ignore_eos=True, seed=3
 )
 RAW = SamplingParams(temperature=1.3, logprobs=0, max_tokens=24, ignore_eos=True, seed=4)
+MOST_BATCHES = 6
 PROMPTS = [[5, 9, 23], list(range(20, 61)), [7] * 9, [3, 4] * 6]
 
 
@@ -183,10 +184,10 @@ def test_an_executor_that_is_killed_reads_the_present_weights_again() -> None:
 def test_the_example_has_the_same_curve_with_a_server_that_is_disturbed_and_without_one(tmp_path: Path) -> None:
     curves = []
     for name, more in (("server", []), ("offline", ["--offline"])):
-        command = [sys.executable, "examples/grpo/train.py", "--updates", "3", "--json", str(tmp_path / name), *more]
+        command = [sys.executable, "examples/grpo/train.py", "--updates", "2", "--json", str(tmp_path / name), *more]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=600)
         curves.append(json.loads((tmp_path / name).read_text()))
-    assert [one["apart"] for one in curves[0]] == [0.0] * 3
+    assert [one["apart"] for one in curves[0]] == [0.0] * 2
     assert curves[0] == curves[1]
 
 
@@ -271,7 +272,11 @@ def test_weights_that_cannot_change_are_loaded_by_another_engine(
 def largest(num: int = 2, **more: dict[str, Any]) -> float:
     """The largest difference in batches under which weights change."""
     zero = runpy.run_path(str(ROOT / "examples" / "grpo" / "zero.py"))
-    found = list(zero["batches"](zero["MODEL"], num, more))
+    found = []
+    for one in zero["batches"](zero["MODEL"], MOST_BATCHES, more):
+        found.append(one)
+        if len(found) >= num and any(one.spanning for one in found):  # when a change comes depends on the machine
+            break
     assert any(one.spanning for one in found), "no answer has seen a change"
     return max(one.difference for one in found)
 
@@ -315,14 +320,14 @@ def late_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [no_bump, old_pages, late_rank])
+@pytest.mark.parametrize(("mutant", "num"), [(no_bump, 1), (old_pages, 2), (late_rank, 1)])
 def test_the_difference_notices_a_mutant(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    mutant: Callable[[pytest.MonkeyPatch], None], num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    assert largest() > 0.0
+    assert largest(num) > 0.0
 
 
 @pytest.mark.slow
 def test_the_difference_notices_a_kernel_that_the_trainer_does_not_use() -> None:
-    assert largest(model={"numerics": "fast", "quantization": "int8"}, device={"tensor_parallel": 1}) > 0.0
+    assert largest(1, model={"numerics": "fast", "quantization": "int8"}, device={"tensor_parallel": 1}) > 0.0

@@ -17,6 +17,7 @@ from engine.plugins.attention.triton import callboard_attention_backend
 from engine.plugins.declaration import read_declaration
 from engine.plugins.proof.attention import check_case
 from engine.plugins.proof.reference import attend
+from engine.plugins.support.paging import batch_on
 from engine.plugins.testing.attention import through_hook
 from engine.plugins.testing.attention_cases import attention_cases
 from engine.types.errors import PluginError
@@ -36,11 +37,15 @@ def cannot_run(device: torch.device) -> list[Row]:
 
 
 def section(
-    device: torch.device, kit: Sequence[str] = (), replays: Sequence[tuple[int, int]] = ((8, 1000), (3, 40), (1, 1))
+    device: torch.device,
+    kit: Sequence[str] = (),
+    replays: Sequence[tuple[int, int]] = ((8, 1000), (3, 40), (1, 1)),
+    repeats: tuple[int, int, int] = (2000, 1000, 8),
 ) -> Iterator[Row]:
     """A row per case of the kit, in bfloat16 and float16 too; then replays of one captured decode step.
 
-    kit: names of cases; empty for all.  replays: (rows, longest context)."""
+    kit: names of cases; empty for all.  replays: (rows, longest context).  repeats: of a step with the same rows, their
+    longest context, and KV heads."""
     if rows := cannot_run(device):
         yield from rows
         return
@@ -64,6 +69,30 @@ def section(
     if left_out:
         yield {"case": f"{left_out} more cases", "ok": True, "problem": f"left out: {SECONDS:g} s were over"}
     yield from _replayed(device, replays)
+    yield _repeated(device, *repeats)
+
+
+def _repeated(device: torch.device, repeats: int, longest: int, heads: int) -> Row:
+    """The row of a step whose rows are divided: the same bits in every replay, whichever program is the last."""
+    spec = AttentionSpec(1, 2 * heads, heads, 128, 128**-0.5)
+    pool = KVPool(1, 3 * MAX_PAGES, PAGE_SIZE, heads, 128, torch.bfloat16, device)
+    generator = torch.Generator().manual_seed(1)
+    pool.data.copy_(torch.randn(pool.data.shape, generator=generator))
+    backend = through_hook(callboard_attention_backend)(spec, pool)
+    table_BP = np.random.default_rng(1).permutation(3 * MAX_PAGES).astype(np.int32).reshape(3, MAX_PAGES)
+    backend.plan_step(
+        batch_on(device, 3, table_BP, np.array([longest, 7, longest // 3], np.int32), np.ones(3, np.int32))
+    )
+    q_TNH = torch.randn((3, 2 * heads, 128), generator=generator).to(device, torch.bfloat16)
+    expected = backend.attend(0, q_TNH).clone()
+    replay, (out_TNH,) = captured(lambda: [backend.attend(0, q_TNH)], device)
+    differing = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(repeats):
+        replay()
+        differing += (out_TNH != expected).any()
+    count = int(differing)
+    problem = f"other bits in {count} of them" if count else ""
+    return {"case": f"{repeats} replays of rows that are divided", "ok": not count, "problem": problem}
 
 
 def _replayed(device: torch.device, replays: Sequence[tuple[int, int]]) -> Iterator[Row]:

@@ -11,6 +11,7 @@ from engine.plugins.comm import pynccl as nccl
 from engine.plugins.comm import symmetric
 from engine.plugins.comm import torch as torch_comm
 from engine.plugins.comm.pynccl.library import NcclLibrary, find_library
+from engine.plugins.comm.symmetric.memory import has_summing_switch
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.proof.comm import check_rank
 from engine.startup.gpu_checks import check_captured
@@ -25,6 +26,7 @@ def section(device: torch.device) -> Iterator[Row]:
         yield skipped("NCCL is for NVIDIA GPUs")
         return
     yield {"case": f"NCCL {NcclLibrary(find_library()).version()}, torch's {_torch_version()}", "ok": True}
+    yield {"case": f"a switch that sums: {'perhaps' if has_summing_switch() else 'no'}", "ok": True}
     with tempfile.TemporaryDirectory() as directory:
         for name, plugin in (("torch", torch_comm), ("pynccl", nccl), ("symmetric", symmetric)):
             for number, (case, check) in enumerate(CHECKS.items()):

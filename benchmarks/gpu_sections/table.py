@@ -45,7 +45,7 @@ SECTIONS: Mapping[str, Section] = {
     "attention_torch": Section("gpu_sections.attention_torch:attention"),
     "attention_triton": Section(
         "gpu_sections.attention_triton:section",
-        {"kit": ("one row", "padded decode"), "replays": ((3, 40),)},
+        {"kit": ("one row", "padded decode"), "replays": ((3, 40),), "repeats": (1, 150, 1)},
         timed=False,
     ),
     "attention_triton_speed": Section("gpu_sections.attention_triton_speed:decodes", {"shapes": ((2, 40),)}),

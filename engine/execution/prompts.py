@@ -86,19 +86,24 @@ class WantedStates:
 class Prompts:
     """The rows that want results of their prompts, from their admission on.
 
-    rows: rows with such a wish when they were last admitted.  While it is empty, only ``admit`` needs to be called, for
-    sequences with a wish."""
+    rows: rows with such a wish when they were last admitted -> number of prompt tokens.  While it is empty, only
+    ``admit`` needs to be called, for sequences with a wish."""
 
     def __init__(self, readers: Iterable[PromptReader]) -> None:
-        self.rows: set[int] = set()
+        self.rows: dict[int, int] = {}
         self._readers = tuple(readers)
 
     def admit(self, admission: Admission) -> None:
         """Note the wishes of a sequence that takes a row."""
-        self.rows.discard(admission.row)
+        self.rows.pop(admission.row, None)
         for reader in self._readers:
             if reader.admit(admission):
-                self.rows.add(admission.row)
+                self.rows[admission.row] = admission.num_prompt_tokens
+
+    def reads(self, step: Step) -> bool:
+        """Return whether the step computes tokens of a prompt with a wish, and not only tokens behind it."""
+        rows, starts = (np.frombuffer(one, dtype=np.int32).tolist() for one in (step.prefill_rows, step.prefill_starts))
+        return any(start < self.rows.get(row, 0) for row, start in zip(rows, starts, strict=True))
 
     def wanted(self, step: Step, batch: Batch) -> WantedStates | None:
         """Return the states that a step must return; None if there are none, which costs next to nothing."""

@@ -5,7 +5,7 @@ Owns: token ids, page table, and how many positions of each row are computed.  D
 """
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -38,19 +38,13 @@ class StepInputs:
     page_table_BP: Tensor
     lengths_B: Tensor
     query_starts_B1: Tensor
+    shares: bool = field(default=True, kw_only=True)
 
     def planned(self, batch: Batch, attention: AttentionBackend, pool: KVPool) -> StepTensors:
         """Plan ``batch``, whose inputs these are, for attention.  Return the tensors for the model."""
-        attention.plan_step(
-            AttentionBatch(
-                num_decodes=batch.num_decodes,
-                page_table_BP=self.page_table_BP,
-                lengths_B=self.lengths_B,
-                query_starts_B1=self.query_starts_B1,
-                host_lengths=batch.lengths_B,
-                host_query_lengths=batch.query_lengths_B,
-            )
-        )
+        tensors = (self.page_table_BP, self.lengths_B, self.query_starts_B1)
+        host = (batch.lengths_B, batch.query_lengths_B)
+        attention.plan_step(AttentionBatch(batch.num_decodes, *tensors, *host, self.shares))
         return StepTensors(
             token_ids_T=self.token_ids_T,
             positions_T=self.positions_T,
@@ -80,6 +74,8 @@ class DeviceRows:
         self.pages_RP = _zeros((max_rows, width), device)
         self.computed = np.zeros(max_rows, dtype=np.int32)
         self.lengths_R: Tensor | None = None
+        # Pages are shared from the first one on, so rows with different first pages share none.
+        self._first_pages = np.zeros(max_rows, dtype=np.int32)
         self._sampled_R = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._tokens_flat = self.tokens_RM.view(-1)
         self._pages_flat = self.pages_RP.view(-1)
@@ -142,6 +138,8 @@ class DeviceRows:
         token_at, page_at, token_ids, page_ids = upload(columns, self._device)
         self._tokens_flat.index_copy_(0, token_at, token_ids)
         self._pages_flat.index_copy_(0, page_at, page_ids)
+        rows, indexes = np.divmod(page_places, self.pages_RP.shape[1])
+        self._first_pages[rows[indexes == 0]] = pages[indexes == 0]
 
     def appends(self, step: Step) -> tuple[Int64, Int32]:
         """Return a step's writes to page tables: places in the flat page table, and the pages."""
@@ -188,6 +186,7 @@ class DeviceRows:
             page_table_BP=self.pages_RP[:, :num_pages].index_select(0, rows_B),
             lengths_B=lengths_B,
             query_starts_B1=query_starts_B1,
+            shares=np.unique(self._first_pages[batch.rows_B[: batch.num_decodes]]).size < batch.num_decodes,
         )
 
     def write_sampled(self, write_at_N: Tensor, token_ids_N: Tensor) -> None:

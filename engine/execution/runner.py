@@ -128,7 +128,7 @@ class ModelRunner:
         num_tokens = len(step.decode_rows) // 4
         if step.prefill_rows:
             each_is_sampled = step.prefill_samples == step.prefill_lengths  # as where tokens are verified
-            if not (whole.verifies and each_is_sampled and not self._prompts.rows):
+            if not (whole.verifies and each_is_sampled) or (self._prompts.rows and self._prompts.reads(step)):
                 return None
             num_tokens += int(np.frombuffer(step.prefill_lengths, dtype=np.int32).sum())
         return whole if whole.fits(num_tokens) else None

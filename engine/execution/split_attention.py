@@ -48,6 +48,7 @@ class SplitAttention:
                 query_starts_B1=batch.query_starts_B1[: count + 1],
                 host_lengths=batch.host_lengths[:count],
                 host_query_lengths=batch.host_query_lengths[:count],
+                shares=batch.shares,
             )
         )
         self._prefill.plan_step(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.graphs.device import GraphDevice
 from engine.kernels.choice import choose_kernels
-from engine.layers.step import DecodeInputs
+from engine.layers.step import BEHIND, DecodeInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,13 @@ def fill_inputs(
 ) -> None:
     """Write ``inputs`` for one more token of each row, and the rows' new lengths.  A negative row is padding.
 
-    given_B: positions; negative where a row's length is the one.  The places of a row are adjacent.
+    given_B: positions; -1 where a row's length is the one, or ``BEHIND`` and a distance.  The places of a row are
+    adjacent.
     page_stride: of the pool; 0 for page_size."""
     real_B, row_B = rows_B >= 0, rows_B.clamp(min=0)
     length_B = lengths_R.index_select(0, row_B)
-    position_B = torch.where(real_B, torch.where(given_B < 0, length_B, given_B), 0)
+    from_length_B = length_B + torch.where(given_B < -1, given_B - BEHIND, 0)
+    position_B = torch.where(real_B, torch.where(given_B < 0, from_length_B, given_B), 0)
     page_at_B = row_B * pages_RP.shape[1] + position_B // page_size
     page_B = torch.where(real_B, pages_RP.view(-1).index_select(0, page_at_B), dump_page)
     token_at_B = row_B * tokens_RM.shape[1] + position_B
@@ -71,7 +73,7 @@ def fill_inputs(
     inputs.slots_B.copy_(page_B.to(torch.int64) * (page_stride or page_size) + position_B % page_size)
     inputs.write_at_B.copy_(torch.where(real_B, token_at_B + 1, -1))
     inputs.lengths_B.copy_(position_B + 1)
-    is_last_B = torch.cat((rows_B[1:] != rows_B[:-1], real_B[-1:])) & real_B
+    is_last_B = torch.cat((rows_B[1:] != rows_B[:-1], real_B[-1:])) & real_B & (given_B >= -1)
     lengths_R.index_add_(0, row_B, torch.where(is_last_B, position_B + 1 - length_B, 0).to(torch.int32))
     table_BW = inputs.page_table_BW
     column_W = torch.arange(table_BW.shape[1], device=table_BW.device)

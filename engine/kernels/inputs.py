@@ -6,7 +6,8 @@ Owns: the reads before a decode step and the write after it.  Does not know: sch
 
 Positions come from the lengths on the device, which the same launch advances.  So a captured step can be replayed step
 after step, and between two replays the host changes at most the list of running rows.  A row whose tokens are verified
-has several places in the batch, side by side, and the host gives their positions: its length alone may be out of date.
+has several places in the batch, side by side, and the host gives their positions, or their distances from a length that
+another launch advances once it is known how many tokens were right.
 """
 
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.dependent_launch import launch_options, wait_for_previous
-from engine.layers.step import DecodeInputs
+from engine.layers.step import BEHIND, DecodeInputs
 
 PAGES_AT_ONCE = 256
 PLACES_AT_ONCE = 256
@@ -34,8 +35,9 @@ def fill_inputs(
     """Write ``inputs`` for one more token of each row in rows_B; the last one's position and 1 are a row's new length.
 
     rows_B: int64; a negative one is padding: one token of id 0 at position 0 of the dump page.
-    given_B: int64, the token's position; negative for the length of a row that has one place alone.  The places of a
-    row are adjacent, in the order of their positions.
+    given_B: int64, the token's position; negative for the length of a row that has one place alone, whose length grows.
+    From ``BEHIND`` on: a distance from the row's length, which stays.  The places of a row are adjacent, in the order
+    of their positions.
     tokens_RM, pages_RP, lengths_R: int32, contiguous.  lengths_R: number of positions of each row that have K/V.
     page_stride: of the pool; 0 for page_size.
     """
@@ -45,7 +47,7 @@ def fill_inputs(
             rows_B, given_B, len(rows_B), tokens_RM, pages_RP, lengths_R, inputs.token_ids_B, inputs.positions_B,
             inputs.slots_B, inputs.write_at_B, inputs.lengths_B, page_table_BW, tokens_RM.shape[1], pages_RP.shape[1],
             page_table_BW.shape[1], page_table_BW.stride(0), dump_page,
-            PAGE_SIZE=page_size, PAGE_STRIDE=page_stride or page_size, BLOCK_W=PAGES_AT_ONCE,
+            PAGE_SIZE=page_size, PAGE_STRIDE=page_stride or page_size, BEHIND=BEHIND, BLOCK_W=PAGES_AT_ONCE,
             num_warps=2, enable_fp_fusion=True, **launch_options(rows_B.device),
         )  # fmt: skip
 
@@ -72,7 +74,7 @@ def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> 
 def fill_row(
     rows, given, num_rows, tokens, pages, lengths, token_ids, positions, slots, write_at, batch_lengths, page_table,
     row_len, row_pages, num_pages, table_stride, dump_page,
-    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BEHIND: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write one row of the batch per program."""
     place = tl.program_id(0).to(tl.int64)
@@ -80,8 +82,9 @@ def fill_row(
     row = tl.load(rows + place)
     real = row >= 0
     stated = tl.load(given + place)
-    # A row with several places has all of them stated: none reads the length that its last one writes.
+    # A row with several places has them all stated, or all behind its length: none reads what its last one writes.
     position = tl.load(lengths + row, mask=real & (stated < 0), other=0)
+    position += tl.where(real & (stated < -1), stated - BEHIND, 0).to(tl.int32)
     position = tl.where(real & (stated >= 0), stated.to(tl.int32), position)
     last = tl.load(rows + place + 1, mask=place + 1 < num_rows, other=-1) != row
     own_pages = pages + row * row_pages
@@ -95,7 +98,7 @@ def fill_row(
     tl.store(batch_lengths + place, position + 1)
     # Every thread has read the old length before one of them writes the new one.
     tl.debug_barrier()
-    tl.store(lengths + row, position + 1, mask=real & last)
+    tl.store(lengths + row, position + 1, mask=real & last & (stated >= -1))
     own_width = tl.where(real, position // PAGE_SIZE + 1, 0)
     for first in range(0, num_pages, BLOCK_W):
         w_W = first + tl.arange(0, BLOCK_W)

@@ -127,6 +127,7 @@ class AttentionBatch:
     query_starts_B1: int32 [B + 1] on the device; sequence b's queries are rows starts[b]:starts[b+1] of T.
         They are its last ``starts[b+1] - starts[b]`` positions, and attend causally.
     host_lengths, host_query_lengths: int32 [B] numpy copies, so that backends need not read from the device.
+    shares: whether decode rows may have pages in common; False only where the host knows that they have none.
     """
 
     num_decodes: int
@@ -135,6 +136,7 @@ class AttentionBatch:
     query_starts_B1: Tensor
     host_lengths: npt.NDArray[np.int32]
     host_query_lengths: npt.NDArray[np.int32]
+    shares: bool = True
 
 
 class AttentionBackend(Protocol):

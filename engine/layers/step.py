@@ -14,6 +14,8 @@ from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
 from engine.layers.states import StatesOfStep
 
+BEHIND = -(1 << 30)  # and a distance, in place of a position: so far behind the length that the device has of the row
+
 
 @dataclass(slots=True)
 class StepTensors:

@@ -33,6 +33,7 @@ DRAWN_BY = SamplingParams(
     temperature=0.8, top_p=0.95, max_tokens=48, ignore_eos=True, logprobs=0, processed_logprobs=True
 )
 GROUP, PROMPT_TOKENS = 4, 40
+FIRST_PAUSE_S = 0.1
 
 
 class Found(NamedTuple):
@@ -50,24 +51,42 @@ def batches(model: Path, num: int, more: dict[str, dict[str, Any]] | None = None
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(3, module.config.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
     prompts = [[*shared, 3 + number] for number in range(4) for _ in range(GROUP)]
-    trained = {"0": TrainedModel(module, {"model": {"dtype": "float32"}})}
-    with LLM(model, config=tables, progress=False) as llm:
-        for number in range(num):
-            params = [DRAWN_BY.replace(seed=1000 * number + index) for index in range(len(prompts))]
-            drawn: list[Completion] = []
-            thread = threading.Thread(target=lambda: drawn.extend(llm.generate(prompts, params, progress=False)))  # noqa: B023
-            thread.start()
-            time.sleep(0.1)
-            module, version = copy.deepcopy(module), str(number + 1)
-            with torch.no_grad():
-                for one in module.parameters():
-                    one.add_(0.02 * torch.randn(one.shape, generator=generator))
-            llm.weights.update(dict(module.named_parameters()), version=version)
-            trained[version] = TrainedModel(module, {"model": {"dtype": "float32"}})
-            thread.join()
-            yield compared(prompts, drawn, trained)
-            trained.pop(str(number)).close()
-    trained.popitem()[1].close()
+    trained, pause_s = {"0": TrainedModel(module, {"model": {"dtype": "float32"}})}, FIRST_PAUSE_S
+    try:
+        with LLM(model, config=tables, progress=False) as llm:
+            for number in range(num):
+                params = [DRAWN_BY.replace(seed=1000 * number + index) for index in range(len(prompts))]
+                drawing = Drawing(llm, prompts, params)
+                time.sleep(pause_s)
+                module, version = copy.deepcopy(module), str(number + 1)
+                with torch.no_grad():
+                    for one in module.parameters():
+                        one.add_(0.02 * torch.randn(one.shape, generator=generator))
+                llm.weights.update(dict(module.named_parameters()), version=version)
+                trained[version] = TrainedModel(module, {"model": {"dtype": "float32"}})
+                drawing.join()
+                pause_s = drawing.took_s / 3  # the middle of the next batch, on a fast and on a slow machine
+                yield compared(prompts, drawing.drawn, trained)
+                trained.pop(str(number)).close()
+    finally:
+        for model_of_version in trained.values():
+            model_of_version.close()
+
+
+class Drawing(threading.Thread):
+    """A batch that is drawn.  drawn: once it is.  took_s: for that."""
+
+    def __init__(self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        super().__init__()
+        self._llm, self._prompts, self._params = llm, prompts, params
+        self.drawn: list[Completion] = []
+        self.took_s = 0.0
+        self.start()
+
+    def run(self) -> None:
+        began = time.monotonic()
+        self.drawn = self._llm.generate(self._prompts, self._params, progress=False)
+        self.took_s = time.monotonic() - began
 
 
 def compared(prompts: list[list[int]], drawn: list[Completion], trained: dict[str, TrainedModel]) -> Found:

@@ -4,6 +4,7 @@ What the kernels compute is tested in ``interpreted``, how they compile in ``tes
 """
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,10 +66,21 @@ def test_launches_follow_from_shapes_alone(recorder: Recorder) -> None:
     backend = backend_of(spec_of())
     short = launches(recorder, backend, batch_of(24, length=1))
     long = launches(recorder, backend, batch_of(24, length=120))
-    assert [one.kernel for one in short] == ["decode_attention", "merge_parts"]
+    assert [one.kernel for one in short] == ["decode_attention"], "the last program of a row merges its parts"
     assert shapes(short) == shapes(long)
     assert short[0].grid == (8, 132 * 3 // 8)
-    assert short[1].grid == (16, 24)
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "launched"), [((32, 8), 0, 1), ((64, 8), 0, 2), ((64, 8), 1024, 1), ((8, 1), 0, 2)]
+)
+def test_parts_of_many_bytes_are_merged_in_a_launch_of_their_own(
+    recorder: Recorder, heads: tuple[int, int], window: int, launched: int
+) -> None:
+    made = launches(recorder, backend_of(spec_of(*heads, window=window)), batch_of(24))
+    assert [one.kernel for one in made] == ["decode_attention", "merge_parts"][:launched]
+    assert made[0].constants["MERGES"] == (launched == 1)
+    assert all(one.grid == (heads[0], 24) for one in made[1:])
 
 
 def test_rows_that_may_share_pages_are_compared_once_a_step(recorder: Recorder) -> None:
@@ -77,14 +89,20 @@ def test_rows_that_may_share_pages_are_compared_once_a_step(recorder: Recorder) 
     for layer in range(4):
         backend.attend(layer, torch.empty(48, 16, 128, dtype=torch.bfloat16, device="meta"))
     kernels = [one.kernel for one in recorder.taken()]
-    full = ["shared_attention", "decode_attention", "merge_parts"]
+    full = ["shared_attention", "decode_attention"]
     assert kernels == ["compare_rows", "choose_rows", *full * 3, *full[1:]]
+
+
+def test_rows_that_share_no_page_are_not_compared(recorder: Recorder) -> None:
+    backend = backend_of(spec_of())
+    apart = replace(batch_of(48, length=120), shares=False)
+    assert [one.kernel for one in launches(recorder, backend, apart)] == ["decode_attention"]
 
 
 def test_a_mixed_step_attends_to_rows_and_to_prompts(recorder: Recorder) -> None:
     batch = batch_of(3, 2, length=100)
-    decode, merge, prefill = launches(recorder, backend_of(spec_of()), batch)
-    assert (merge.grid, decode.numbers[0], prefill.numbers[0]) == ((16, 3), 3, 2)
+    decode, prefill = launches(recorder, backend_of(spec_of()), batch)
+    assert (decode.numbers[0], prefill.numbers[0]) == (3, 2)
     assert prefill.grid == (8, 200 * 2 // 128 + 2)
     assert [tensor.shape for tensor in prefill.tensors[4:]] == [(2, 8), (2,), (3,)]
     assert [one.kernel for one in launches(recorder, backend_of(spec_of()), batch_of(0, 1))] == ["prefill_attention"]
@@ -112,8 +130,8 @@ def test_every_query_has_a_program(recorder: Recorder, heads: tuple[int, int]) -
 
 
 def test_large_batches_merge_all_heads_of_a_group_in_one_program(recorder: Recorder) -> None:
-    *_, merge = launches(recorder, backend_of(spec_of()), batch_of(512))
-    assert (merge.grid, merge.numbers[2]) == ((8, 512), 2)
+    *_, merge = launches(recorder, backend_of(spec_of(64)), batch_of(512))
+    assert (merge.grid, merge.numbers[2]) == ((8, 512), 8)
 
 
 def test_the_window_begins_at_its_layer(recorder: Recorder) -> None:
@@ -128,7 +146,7 @@ def test_a_slice_of_a_product_is_read_in_place_and_other_strides_are_not(recorde
     product = torch.zeros((5, 32, 128), dtype=torch.bfloat16, device=META)
     for q_TNH, stride in ((product[:, :16], 32 * 128), (product[:, ::2], 16 * 128)):
         backend.attend(0, q_TNH)
-        decode, _ = recorder.taken()
+        (decode,) = recorder.taken()
         assert decode.numbers[2] == stride
 
 
@@ -140,12 +158,12 @@ def test_tuned_tiles_serve_their_size_and_larger_ones(recorder: Recorder) -> Non
     backend.tuned.prefill[size_key(backend.shape, 1, 64)] = PrefillTiles(64, 32, 4, 2)
 
     def blocks(num_decodes: int, width: int) -> tuple[int, int]:
-        *_, decode, _, prefill = launches(recorder, backend, batch_of(num_decodes, 1, width))
+        *_, decode, prefill = launches(recorder, backend, batch_of(num_decodes, 1, width))
         return decode.constants["BLOCK_N"], prefill.constants["BLOCK_N"]
 
     assert blocks(16, 4) == (16, 32)
     assert blocks(16, 16) == blocks(300, 100) == (32, 32)
-    assert blocks(1, 1) == (default[0].constants["BLOCK_N"], default[2].constants["BLOCK_N"]) == (64, 64)
+    assert blocks(1, 1) == (default[0].constants["BLOCK_N"], default[1].constants["BLOCK_N"]) == (64, 64)
 
 
 def test_a_decode_graph_can_have_it_whole(recorder: Recorder) -> None:
@@ -162,11 +180,11 @@ def test_a_decode_graph_can_have_it_whole(recorder: Recorder) -> None:
             host_lengths=inputs.host_lengths[:size],
             host_query_lengths=inputs.host_query_lengths[:size],
         )
-        decode, merge = launches(recorder, backend, rows)
-        assert (decode.numbers[0], merge.numbers[0], merge.grid[1]) == (size, size, size)
+        (decode,) = launches(recorder, backend, rows)
+        assert decode.numbers[0] == size
         addresses = [tensor.data_ptr() for tensor in decode.tensors[4:6]]
         assert addresses == [inputs.page_table_BP.data_ptr(), inputs.lengths_B.data_ptr()]
-        assert decode.tensors[6].data_ptr() == merge.tensors[2].data_ptr()
+        assert decode.tensors[8].data_ptr() == backend._arrived.data_ptr()
 
 
 def context(**changes: object) -> AttentionContext:

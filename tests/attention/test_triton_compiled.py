@@ -21,8 +21,10 @@ from tests.attention.recorded_launches import H200, KERNELS, SHARED_KERNELS
 pytestmark = pytest.mark.slow
 
 NUM_CASES = 5
-# The last case but one has the same bits in every step, and the last one has rows enough to share pages.
-LAUNCHED = [*KERNELS * 3, "prefill_attention", *SHARED_KERNELS, *KERNELS]
+# A launch merges the parts of the third.  The last but one has the same bits in every step, and the last one has rows
+# enough to share pages.
+MERGING = ["decode_attention", "prefill_attention"]
+LAUNCHED = [*MERGING * 2, *KERNELS, "prefill_attention", *SHARED_KERNELS, *MERGING]
 READING = ("decode_attention", "prefill_attention", "shared_attention")
 SPILLED_BYTES = 16  # a register or two more or less, by the compiler's version, is no harm
 REGISTERS = 64 << 10  # of one processor

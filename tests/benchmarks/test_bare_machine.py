@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.own_cache import link_kernels
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,7 @@ def site(tmp_path_factory) -> Path:
     (site,) = (directory / "lib").glob("python*/site-packages")
     for name in MACHINE:
         link(name, site)
+    link_kernels(site / ".cache")  # its home is here
     return site
 
 

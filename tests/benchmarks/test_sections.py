@@ -21,6 +21,7 @@ from gpu_sections.trace import Span, idle_gap_s, num_copies_in, traced
 
 from engine.execution.runner import ModelRunner
 from tests.benchmarks.doubles import install_doubles
+from tests.own_cache import use_own_cache
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def rows_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RowsOf:
 
     def run(name: str) -> list[Row]:
         if name == "attention_race":
-            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # it keeps what it finds
+            use_own_cache(monkeypatch, tmp_path / "cache")  # it keeps what it finds
         gpu_check.run_section(name, CPU, tmp_path / "rows")
         return [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
 

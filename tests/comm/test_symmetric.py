@@ -1,14 +1,18 @@
 """``comm.symmetric`` with memory that threads share in place of GPUs': which sums go there, and where none does."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.plugins.comm.symmetric import PeerMemory, SymmetricComm, callboard_comm
+from engine.plugins.comm.symmetric.memory import Limits
 from engine.plugins.comm.torch import TorchComm, TorchCommOptions
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.testing.comm import check_comm
@@ -53,7 +57,7 @@ def group(url: str, size: int, unable: int = -1) -> tuple[list[SymmetricComm], l
 
     def build(rank: int) -> SymmetricComm:
         library = TorchComm(CommContext(rank, size, "cpu", url), TorchCommOptions())
-        return SymmetricComm(library, lambda: share(rank), LIMIT, "cpu")
+        return SymmetricComm(library, lambda limits: share(rank), Limits(LIMIT, LIMIT), "cpu")
 
     return at_once(size, build), memories
 
@@ -92,21 +96,23 @@ class KernelModels:
     """Models of torch's kernels over buffers that all threads see, in the kernels' order of adding, float32 inside.
 
     The one-shot kernel adds in the order of ranks.  The two-shot kernel of a rank adds its share, beginning with its
-    own part, and writes it to every buffer."""
+    own part, and writes it to every buffer.  The switch does the same in an order of its own.  ways: that were used."""
 
     def __init__(self, size: int, num_bytes: int) -> None:
         self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(size)]
         self.barrier = threading.Barrier(size)
         self.size = size
+        self.ways: set[str] = set()
 
-    def memory(self, rank: int, one_shot_bytes: int) -> PeerMemory:
+    def memory(self, rank: int, limits: Limits) -> PeerMemory:
         made = PeerMemory.__new__(PeerMemory)
         parts: dict[str, object] = {
             "_group": "group",
             "_buffer_S": self.buffers[rank],
-            "_one_shot_bytes": one_shot_bytes,
+            "_limits": limits,
             "_one_shot": lambda *given: self.one_shot(*given),
-            "_two_shot": lambda *given: self.two_shot(rank, *given),
+            "_two_shot": lambda *given: self.in_shares(rank, range(self.size), *given),
+            "_by_switch": lambda *given: self.in_shares(rank, (1, 0, 2), *given),
         }
         for name, value in parts.items():
             setattr(made, name, value)
@@ -121,10 +127,11 @@ class KernelModels:
         out.copy_(added(self.seen(shared)).view(out.shape))
         self.barrier.wait(60)
 
-    def two_shot(self, rank: int, shared: Tensor, op: str, group: str) -> None:
+    def in_shares(self, rank: int, steps: Sequence[int], shared: Tensor, op: str, group: str) -> None:
+        self.ways.add(f"steps {(*steps,)}")
         self.barrier.wait(60)
         share = slice(rank * shared.numel() // self.size, (rank + 1) * shared.numel() // self.size)
-        ranks = [(rank + step) % self.size for step in range(self.size)]
+        ranks = [(rank + step) % self.size for step in steps]
         total = added([self.seen(shared)[one][share] for one in ranks])
         self.barrier.wait(60)
         for one in self.seen(shared):
@@ -140,14 +147,23 @@ def added(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-@pytest.mark.parametrize("num_bytes", [96, 3 * LIMIT, 6 * LIMIT])
-def test_both_kernels_give_every_rank_the_same_bits(new_url: NewUrl, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "ways"),
+    [
+        (96, set()),
+        (3 * LIMIT, {"steps (0, 1, 2)"}),
+        (6 * LIMIT, {"steps (0, 1, 2)"}),
+        (12 * LIMIT, {"steps (1, 0, 2)"}),
+    ],
+)
+def test_every_kernel_gives_all_ranks_the_same_bits(new_url: NewUrl, num_bytes: int, ways: set[str]) -> None:
     size, url = 3, new_url()
-    kernels = KernelModels(size, 8 * LIMIT)
+    kernels, limits = KernelModels(size, 16 * LIMIT), Limits(LIMIT, 8 * LIMIT, 16 * LIMIT)
+    trial: Any = SimpleNamespace(known="")
 
     def build(rank: int) -> SymmetricComm:
         library = TorchComm(CommContext(rank, size, "cpu", url), TorchCommOptions())
-        return SymmetricComm(library, lambda: kernels.memory(rank, LIMIT), 8 * LIMIT, "cpu")
+        return SymmetricComm(library, partial(kernels.memory, rank), limits, "cpu", None, trial)
 
     ranks = at_once(size, build)
     for _ in range(3):  # a call finds what the one before has left
@@ -156,6 +172,7 @@ def test_both_kernels_give_every_rank_the_same_bits(new_url: NewUrl, num_bytes: 
         sums = at_once(size, lambda rank, own=own: ranks[rank].all_reduce(own[rank].clone().view(2, -1)).flatten())
         assert all(torch.equal(one, sums[0]) for one in sums)
         torch.testing.assert_close(sums[0].double(), exact, rtol=0.02, atol=0.02)
+    assert kernels.ways == ways
 
 
 def test_where_one_rank_has_no_such_memory_none_uses_it(new_url: NewUrl, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,5 +196,8 @@ def test_torch_has_the_memory_and_the_sum_as_they_are_called() -> None:
     assert schema.endswith(
         "(Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name, Tensor(a!) out) -> Tensor(a!)"
     )
-    schema = str(torch.ops.symm_mem.two_shot_all_reduce_.default._schema)
-    assert schema.endswith("(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)")
+    for summed in (torch.ops.symm_mem.two_shot_all_reduce_, torch.ops.symm_mem.multimem_all_reduce_):
+        schema = str(summed.default._schema)
+        assert schema.endswith("(Tensor(a!) input, str reduce_op, str group_name) -> Tensor(a!)")
+    assert "has_multicast_support(arg0: c10::DeviceType" in memory.has_multicast_support.__doc__
+    assert torch.autograd.DeviceType.CUDA

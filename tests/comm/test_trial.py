@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +20,9 @@ from engine.config import Config, build_config
 from engine.host.interpreters import import_path, module_command
 from engine.host.kept_results import KeptResults
 from engine.plugins.comm.symmetric import SymmetricComm
-from engine.plugins.comm.symmetric.memory import ALIGNMENT, SharedMemory
+from engine.plugins.comm.symmetric.memory import ALIGNMENT, Limits, SharedMemory
 from engine.plugins.comm.symmetric.trial import PROCESS, MemoryTrial, new_trial
-from engine.plugins.comm.symmetric.trial_process import check_memory, numbers, sizes_between
+from engine.plugins.comm.symmetric.trial_process import check_memory, numbers, sizes_tried
 from engine.plugins.comm.torch import TorchComm, TorchCommOptions
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.kinds import chosen_plugins
@@ -29,6 +31,7 @@ from engine.startup.loading import comm_name
 from tests.comm.groups import at_once
 
 SIZES = (64, 256, 1024)
+LIMITS = Limits(256, 1024, 4096)
 Spoil = Callable[["ThreadSums", Tensor], Tensor]
 
 
@@ -37,21 +40,22 @@ def program(code: str) -> list[str]:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptResults[bool]:
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptResults[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return KeptResults("shared memory", "a test", (), bool)
+    return KeptResults("shared memory", "a test", (), str)
 
 
 # ---- how the process ends
 
 
-def test_a_process_that_ends_well_is_right_and_may_be_kept(kept: KeptResults[bool]) -> None:
+def test_a_process_that_ends_well_is_right_and_may_be_kept(kept: KeptResults[str]) -> None:
     trial = MemoryTrial(program(""), 30, kept)
-    assert not trial.known
+    assert trial.known is None
     trial.run()
-    assert not MemoryTrial(program(""), 30, kept).known, "only all ranks together know that it was right"
-    trial.keep()
-    assert MemoryTrial(program(""), 30, kept).known
+    assert MemoryTrial(program(""), 30, kept).known is None, "only all ranks together know that it was right"
+    for problem in ("", "it was not done after 60 s"):
+        trial.keep(problem)
+        assert MemoryTrial(program(""), 30, kept).known == problem
 
 
 @pytest.mark.parametrize(
@@ -67,12 +71,12 @@ def test_a_process_that_ends_well_is_right_and_may_be_kept(kept: KeptResults[boo
     ],
     ids=["an error", "a status", "abort", "a bad address"],
 )
-def test_a_process_that_fails_or_dies_has_its_reason(kept: KeptResults[bool], code: str, reason: str) -> None:
+def test_a_process_that_fails_or_dies_has_its_reason(kept: KeptResults[str], code: str, reason: str) -> None:
     with pytest.raises(RuntimeError, match=reason):
         MemoryTrial(program(code), 30, kept).run()
 
 
-def test_a_process_that_hangs_is_killed_with_all_that_it_started(kept: KeptResults[bool], tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_killed_with_all_that_it_started(kept: KeptResults[str], tmp_path: Path) -> None:
     mark = tmp_path / "alive"
     writes = f"import time, pathlib\nwhile True: pathlib.Path({str(mark)!r}).touch(); time.sleep(0.05)"
     code = (
@@ -99,7 +103,7 @@ def test_a_process_ends_with_the_rank_that_started_it(tmp_path: Path) -> None:
         program(
             "from engine.host.kept_results import KeptResults\n"
             "from engine.plugins.comm.symmetric.trial import MemoryTrial\n"
-            f"MemoryTrial({program(trial)!r}, 60, KeptResults('shared memory', 'a test', (), bool)).run()"
+            f"MemoryTrial({program(trial)!r}, 60, KeptResults('shared memory', 'a test', (), str)).run()"
         ),
         env={**os.environ, **import_path(), "XDG_CACHE_HOME": str(tmp_path)},
     )
@@ -133,7 +137,7 @@ class StuckProcess:
 
 
 def test_a_process_that_even_a_kill_does_not_end_is_left(
-    kept: KeptResults[bool], monkeypatch: pytest.MonkeyPatch
+    kept: KeptResults[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", StuckProcess)
     with pytest.raises(RuntimeError, match=r"was not done after 1 s"):
@@ -141,10 +145,10 @@ def test_a_process_that_even_a_kill_does_not_end_is_left(
 
 
 @pytest.mark.slow
-def test_the_real_process_fails_with_a_reason_where_torch_has_no_gpu(kept: KeptResults[bool], tmp_path: Path) -> None:
+def test_the_real_process_fails_with_a_reason_where_torch_has_no_gpu(kept: KeptResults[str], tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    command = module_command(PROCESS, "0", "2", "0", f"file://{tmp_path}/ranks.trial", "1024", "4096", "60")
+    command = module_command(PROCESS, "0", "2", "0", f"file://{tmp_path}/ranks.trial", "1024", "4096", "0", "60")
     with pytest.raises(RuntimeError, match=r"failed: .*(CUDA|NVIDIA|cuda)"):
         MemoryTrial(command, 60, kept).run()
 
@@ -243,15 +247,27 @@ def test_a_rank_knows_the_numbers_of_all_and_they_differ() -> None:
     assert max(one.max().item() for one in made) * 8 + 1 <= 256, "sums of 8 ranks are exact in bfloat16"
 
 
-@pytest.mark.parametrize(("one_shot", "largest", "size"), [(256 << 10, 8 << 20, 8), (0, 4096, 2), (4096, 4096, 3)])
-def test_both_ways_and_their_borders_are_tried(one_shot: int, largest: int, size: int) -> None:
-    found = sizes_between(one_shot, largest, size)
-    assert all(0 < one <= largest and one % (ALIGNMENT * size) == 0 for one in found)
-    assert found[-1] > largest - ALIGNMENT * size
-    if one_shot:
-        assert any(one <= one_shot for one in found)
-    if one_shot < largest:
-        assert any(one > one_shot for one in found)
+@pytest.mark.parametrize(
+    ("limits", "size"),
+    [
+        (Limits(256 << 10, 8 << 20), 8),
+        (Limits(0, 4096), 2),
+        (Limits(4096, 4096), 3),
+        (Limits(256 << 10, 8 << 20, 32 << 20), 8),
+    ],
+    ids=str,
+)
+def test_every_way_and_its_borders_are_tried(limits: Limits, size: int) -> None:
+    found = sizes_tried(limits, size)
+    assert all(0 < one <= limits.most and one % (ALIGNMENT * size) == 0 for one in found)
+    assert found[-1] > limits.most - ALIGNMENT * size
+    if limits.by_switch:
+        assert found[0] == limits.two_shot + ALIGNMENT * size, "the other ways have a trial of their own"
+        return
+    if limits.one_shot:
+        assert any(one <= limits.one_shot for one in found)
+    if limits.one_shot < limits.two_shot:
+        assert any(one > limits.one_shot for one in found)
 
 
 # ---- what ranks agree on
@@ -261,55 +277,57 @@ def test_both_ways_and_their_borders_are_tried(one_shot: int, largest: int, size
 class KnownTrial:
     """A trial with a known result.  runs: how often it was made."""
 
-    known: bool = False
+    known: str | None = None
     error: str = ""
     runs: int = 0
-    is_kept: bool = False
+    kept: str | None = None
+    path: str = "the/file.json"
 
     def run(self) -> None:
         self.runs += 1
         if self.error:
             raise RuntimeError(self.error)
 
-    def keep(self) -> None:
-        self.is_kept = True
+    def keep(self, problem: str) -> None:
+        self.kept = problem
 
 
 @dataclass
 class Group:
-    """Ranks with trials, and how often each allocated memory."""
+    """Ranks with trials, and with which limits each allocated memory."""
 
     url: str
     trials: Sequence[KnownTrial]
-    shares: list[int] = field(default_factory=lambda: [0, 0])
+    switch_trials: Sequence[KnownTrial | None] = (None, None)
+    shares: list[list[Limits]] = field(default_factory=lambda: [[], []])
 
     def connect(self) -> list[SymmetricComm]:
         size = len(self.trials)
         parts, barrier = [torch.empty(0)] * size, threading.Barrier(size)
 
-        def share(rank: int) -> SharedMemory:
-            self.shares[rank] += 1
+        def share(rank: int, limits: Limits) -> SharedMemory:
+            self.shares[rank].append(limits)
             return ThreadSums(rank, parts, barrier, lambda memory, total: total)
 
         def build(rank: int) -> SymmetricComm:
             library = TorchComm(CommContext(rank, size, "cpu", self.url), TorchCommOptions())
-            trial: MemoryTrial = self.trials[rank]  # type: ignore[assignment]
-            return SymmetricComm(library, lambda: share(rank), 1024, "cpu", trial)
+            trials: Any = (self.trials[rank], self.switch_trials[rank])
+            return SymmetricComm(library, partial(share, rank), LIMITS, "cpu", *trials)
 
         return at_once(size, build)
 
 
 def test_memory_is_used_after_every_rank_was_right_and_that_is_kept(tmp_path: Path) -> None:
-    group = Group(f"file://{tmp_path}/ranks", [KnownTrial(), KnownTrial(known=True)])
+    group = Group(f"file://{tmp_path}/ranks", [KnownTrial(), KnownTrial(known="")])
     ranks = group.connect()
     assert [one.runs for one in group.trials] == [1, 1], "a rank that knows it runs, too, as others need it"
-    assert all(one.is_kept for one in group.trials)
-    assert group.shares == [1, 1]
+    assert [one.kept for one in group.trials] == ["", ""]
+    assert group.shares == [[LIMITS._replace(by_switch=0)]] * 2
     assert all(rank.norms for rank in ranks)
 
 
 def test_what_all_ranks_know_is_not_tried_again(tmp_path: Path) -> None:
-    group = Group(f"file://{tmp_path}/ranks", [KnownTrial(known=True), KnownTrial(known=True)])
+    group = Group(f"file://{tmp_path}/ranks", [KnownTrial(known=""), KnownTrial(known="")])
     assert all(rank.norms for rank in group.connect())
     assert [one.runs for one in group.trials] == [0, 0]
 
@@ -317,12 +335,44 @@ def test_what_all_ranks_know_is_not_tried_again(tmp_path: Path) -> None:
 def test_where_one_trial_fails_no_rank_touches_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     group = Group(f"file://{tmp_path}/ranks", [KnownTrial(), KnownTrial(error="was ended by SIGSEGV")])
     ranks = group.connect()
-    assert group.shares == [0, 0]
-    assert not any(one.is_kept for one in group.trials)
+    assert group.shares == [[], []]
     assert not any(rank.norms for rank in ranks)
     assert at_once(2, lambda rank: ranks[rank].all_reduce(torch.ones(4)).tolist()) == [[2.0] * 4] * 2
     assert any("goes through NCCL" in one and "was ended by SIGSEGV" in one for one in caplog.messages)
     assert any("another rank's trial was not right" in one for one in caplog.messages)
+    assert [one.kept for one in group.trials] == [
+        "another rank's trial was not right",
+        "RuntimeError: was ended by SIGSEGV",
+    ]
+
+
+def test_what_was_wrong_is_kept_so_that_a_later_start_does_not_wait_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = [KnownTrial(known=""), KnownTrial(known="it was not done after 60 s")]
+    group = Group(f"file://{tmp_path}/ranks", known)
+    assert not any(rank.norms for rank in group.connect())
+    assert [one.runs for one in known] == [0, 0]
+    assert any("not done after 60 s; kept from an earlier start in the/file.json" in one for one in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "by_switch"),
+    [
+        (KnownTrial(), KnownTrial(known=""), 4096),
+        (KnownTrial(), KnownTrial(error="no multicast"), 0),
+        (KnownTrial(known=""), KnownTrial(known="no multicast"), 0),
+        (KnownTrial(known=""), None, 0),
+    ],
+    ids=["right", "wrong on one rank", "known to be wrong", "a rank without"],
+)
+def test_the_switch_sums_after_a_trial_of_its_own_on_every_rank(
+    tmp_path: Path, first: KnownTrial, second: KnownTrial | None, by_switch: int
+) -> None:
+    group = Group(f"file://{tmp_path}/ranks", [KnownTrial(known="")] * 2, [first, second])
+    ranks = group.connect()
+    assert group.shares == [[LIMITS._replace(by_switch=by_switch)]] * 2
+    assert all(rank.norms for rank in ranks), "the other ways do not depend on it"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +386,7 @@ def test_where_one_trial_fails_no_rank_touches_memory(tmp_path: Path, caplog: py
     ids=["one rank", "several machines", "torchrun", "switched off"],
 )
 def test_no_trial_without_ranks_of_one_machine_or_with_a_limit_of_zero(size: int, url: str, limit_s: float) -> None:
-    assert new_trial(CommContext(0, size, "cuda", url), 1024, 4096, limit_s) is None
+    assert new_trial(CommContext(0, size, "cuda", url), LIMITS, limit_s) is None
 
 
 # ---- what 'auto' is

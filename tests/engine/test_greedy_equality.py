@@ -1,7 +1,7 @@
 """The whole engine against transformers: float32 greedy tokens are the same, whatever else is in the batch.
 
-For every family: a ragged batch of 8 prompts, 16 tokens each (64 for two families), chunked prefill on (16) and off,
-pages of 1 and 16 tokens, requests that join while others run.
+For every family: a ragged batch of 8 prompts, 16 tokens each (64 for two families), requests that join while others
+run, and in turn pages of 1 and prompts in chunks of 16, or pages of 16 and whole prompts.  Some have all pairs.
 """
 
 import threading
@@ -54,14 +54,28 @@ def prompts() -> list[list[int]]:
     return [random_tokens(length, seed) for seed, length in enumerate(PROMPT_LENGTHS)]
 
 
-@pytest.mark.parametrize(
-    ("page_size", "prefill_chunk"),
-    [(1, 16), (16, 512), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((1, 512), (16, 16)))],
-)
-def test_greedy_tokens_equal_generate(
+PAIRS = [(1, 16), (16, 512), (1, 512), (16, 16)]  # tokens of a page, and of a chunk
+
+
+def pair_of(variant: str) -> tuple[int, int]:
+    """The pair of a variant in turn."""
+    return PAIRS[sorted(VARIANTS).index(variant) % 2]
+
+
+def test_greedy_tokens_equal_generate(variant: str, checkpoint: tuple[Path, PreTrainedModel], greedy: Greedy) -> None:
+    check(variant, checkpoint[0], greedy, *pair_of(variant))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [*LONG, "qwen3-5"], indirect=True)  # the last one has states as well
+@pytest.mark.parametrize(("page_size", "prefill_chunk"), PAIRS)
+def test_so_they_do_with_all_pairs(
     variant: str, checkpoint: tuple[Path, PreTrainedModel], greedy: Greedy, page_size: int, prefill_chunk: int
 ) -> None:
-    directory, _ = checkpoint
+    check(variant, checkpoint[0], greedy, page_size, prefill_chunk)
+
+
+def check(variant: str, directory: Path, greedy: Greedy, page_size: int, prefill_chunk: int) -> None:
     length = LONG_OUTPUT_LEN if variant in LONG else OUTPUT_LEN
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     with LLM(

@@ -15,7 +15,7 @@ from engine.types.errors import ConfigError
 from server.extensions.verify.verify import WAYS as VERIFIED
 from server.extensions.verify.verify import verify_numerics
 from tests.engine.test_changeover import running, some_steps
-from tests.models.checkpoints import VARIANTS, build, random_tokens, save
+from tests.models.checkpoints import VARIANTS, build, random_tokens, reference_logits, save
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 KINDS = ("lfm2", "qwen3-5", "granite4-hybrid-experts", "falcon-h1", "nemotron-h")  # one of each kind of recurrent layer
@@ -33,9 +33,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: tuple[Path, Any]) -> list[list[int]]:
-    """The tokens of ``generate`` of transformers for each prompt alone."""
-    _, model = checkpoint
-    return [generated(model, prompt) for prompt in prompts()]
+    """The tokens of ``generate`` of transformers for each prompt alone: each is the likeliest one behind those before
+    it.  One forward pass says so of a whole output; ``generate`` takes one for each token."""
+    directory, model = checkpoint
+    with served(directory, kv={"num_pages": 256}) as llm:
+        outputs = [one.token_ids for one in llm.generate(prompts(), GREEDY)]
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        logits_TV = reference_logits(model, [*prompt, *output[:-1]])[len(prompt) - 1 :]
+        assert logits_TV.argmax(-1).tolist() == output, "not what transformers generates"
+    return outputs
 
 
 def prompts() -> list[list[int]]:

@@ -1,6 +1,8 @@
 """Two hundred requests to a model with recurrent layers have one digest, however they are served.
 
-Models with experts get fewer: on a CPU each expert is a product of its own."""
+A model with the delta rule and one with a decay alone are served in every way.  The other families share all code but
+that of their layers: for them one way has chunks, proposed tokens and copies at once, and another has two ranks.
+Models with experts get fewer requests: on a CPU each expert is a product of its own."""
 
 import hashlib
 import signal
@@ -30,7 +32,7 @@ from tests.workers.executors import children, send
 
 pytestmark = pytest.mark.slow
 
-NUMBER, NUMBER_WITH_EXPERTS = 200, 40
+NUMBER, NUMBER_OF_OTHERS, NUMBER_WITH_EXPERTS = 200, 80, 40
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
 CONFIG: dict[str, Any] = {
     "model": {"dtype": "float32", "tokenizer": "none", "numerics": "invariant"},
@@ -52,7 +54,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "from the host": HOST,
     "from a store": STORE,
     "killed twice, from the host, with proposed tokens": {**HOST, **PROPOSER, "placement": {"executor": "process"}},
+    "in chunks of 7, from the host, with proposed tokens": {
+        **HOST,
+        **PROPOSER,
+        "scheduler": {"max_running": 4, "prefill_chunk": 7, "max_step_tokens": 16},
+    },
 }
+WAYS_OF_OTHERS = ("in chunks of 7, from the host, with proposed tokens", "on two ranks")
 
 
 def prompts(directory: Path) -> list[list[int]]:
@@ -65,7 +73,9 @@ def prompts(directory: Path) -> list[list[int]]:
 
 
 def number_for(directory: Path) -> int:
-    return NUMBER_WITH_EXPERTS if directory.name.startswith(tuple(WITH_EXPERTS)) else NUMBER
+    if directory.name in WITH_EXPERTS:
+        return NUMBER_WITH_EXPERTS
+    return NUMBER if directory.name in IN_EVERY_WAY else NUMBER_OF_OTHERS
 
 
 @dataclass
@@ -101,13 +111,17 @@ def serve(directory: Path, tables: dict[str, Any]) -> Served:
 # Without Kimi-Linear, whose pages keep latents: invariant numerics are refused for it.
 WITH_EXPERTS = ["qwen3-next", "qwen3-5-moe", "granite4-hybrid-experts", "lfm2-moe", "nemotron-h-experts", "minimax"]
 MEMBERS = ["qwen3-5", "granite4-hybrid", "lfm2", "olmo-hybrid", "nemotron-h", "falcon-h1", "bamba", *WITH_EXPERTS]
+IN_EVERY_WAY = ("qwen3-5", "granite4-hybrid-experts")
+in_every_way = pytest.mark.parametrize("checkpoint", IN_EVERY_WAY, indirect=True)
+others = pytest.mark.parametrize("checkpoint", [one for one in MEMBERS if one not in IN_EVERY_WAY], indirect=True)
 # A norm over all heads together, whose squares ranks add up, and experts, whose results they do.
 OTHER_BITS_ON_TWO_RANKS = ("olmo-hybrid", *WITH_EXPERTS)
 
 
-@pytest.fixture(scope="module", params=MEMBERS)
+@pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(build(request.param), tmp_path_factory.mktemp(request.param))
+    """A checkpoint of the model that the folder's name says."""
+    return save(build(request.param), tmp_path_factory.mktemp("checkpoint") / request.param)
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +153,22 @@ def kills(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Completions, "complete", killing)
 
 
+@in_every_way
 @pytest.mark.usefixtures("half_right", "kills")
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way]])
 def test_all_ways_have_one_digest(checkpoint: Path, expected: Served, way: str, tmp_path: Path) -> None:
-    if way == "on two ranks" and checkpoint.name.startswith(OTHER_BITS_ON_TWO_RANKS):
+    check(checkpoint, expected, way, tmp_path)
+
+
+@others
+@pytest.mark.usefixtures("half_right")
+@pytest.mark.parametrize("way", WAYS_OF_OTHERS)
+def test_other_families_have_one_digest_too(checkpoint: Path, expected: Served, way: str, tmp_path: Path) -> None:
+    check(checkpoint, expected, way, tmp_path)
+
+
+def check(checkpoint: Path, expected: Served, way: str, tmp_path: Path) -> None:
+    if way == "on two ranks" and checkpoint.name in OTHER_BITS_ON_TWO_RANKS:
         pytest.skip("ranks add up what one rank adds in another order")
     tables = WAYS[way]
     if tables is STORE:
@@ -192,6 +218,7 @@ def begun_with_what_was_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runner, "StatesOfStep", later)
 
 
+@in_every_way
 @pytest.mark.parametrize("mistake", [restored_from_another, taken_late, begun_with_what_was_there])
 def test_a_mistake_in_states_gives_another_digest(
     checkpoint: Path, expected: Served, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -200,6 +227,7 @@ def test_a_mistake_in_states_gives_another_digest(
     assert serve(checkpoint, {"scheduler": {"max_running": 6}}).digests != expected.digests
 
 
+@in_every_way
 @pytest.mark.usefixtures("half_right")
 def test_so_does_a_rejected_token_that_stays(
     checkpoint: Path, expected: Served, monkeypatch: pytest.MonkeyPatch

@@ -75,7 +75,37 @@ def test_steps_leave_and_give_what_those_of_another_device_do(seed: int, ahead: 
     assert torch.equal(host_rows.pages_RP, device_rows.pages_RP)
     for ours, theirs in zip(host_inputs, device_inputs, strict=True):
         for field in fields(StepInputs):
+            if field.name == "shares":  # of kernels that no step of the host's has
+                continue
             one, other = getattr(ours, field.name), getattr(theirs, field.name)
             assert one.dtype == other.dtype, field.name
             assert one.is_contiguous(), field.name
             assert torch.equal(one, other), field.name
+
+
+def test_rows_share_pages_where_two_begin_with_the_same_one():
+    rows = DeviceRows(NUM_ROWS, MAX_LEN, PAGE_SIZE, torch.device("cpu"), PAGE_STRIDE)
+
+    def shares(decodes: list[int], admitted: dict[int, list[int]], **written: bytes) -> bool:
+        """Whether these rows do, after others are admitted and places of their tables are written."""
+        admissions = tuple(
+            Admission(
+                row=row,
+                token_ids=int32(np.arange(9)),
+                num_prompt_tokens=9,
+                num_computed_tokens=8,
+                pages=int32(np.array(pages)),
+                params=SamplingParams(),
+            )
+            for row, pages in admitted.items()
+        )
+        step = Step(step_id=1, admissions=admissions, decode_rows=int32(np.array(decodes)), **written)
+        rows.apply(step)
+        return rows.inputs(lay_out(step, rows.computed)).shares
+
+    assert not shares([0, 1, 2], {0: [5, 6, 7], 1: [8, 9, 4], 2: [1, 2, 3]})
+    assert shares([0, 1, 3], {3: [5, 6, 10]})
+    assert not shares([1, 3], {})
+    moved = {"table_rows": int32(np.array([1, 2])), "table_pages": int32(np.array([5, 5]))}
+    assert shares([1, 2, 3], {}, **moved, table_indexes=int32(np.array([0, 1])))
+    assert not shares([2, 3], {})

@@ -25,6 +25,7 @@ from engine.types.errors import WeightsError
 from tests.formats.gguf_files import KEYS
 from tests.formats.test_quantized import PROMPT, assert_equal, logits_of
 from tests.models.checkpoints import LLAMA3, SIZES, build
+from tests.own_cache import use_own_cache
 from tests.text.specimens import byte_level, codec
 
 gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
@@ -37,7 +38,7 @@ TEXTS = ["def add(a, b):\n    return a + b", "  two  spaces, héllo – 你好 \
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
     return tmp_path / "cache" / "callboard" / "gguf"
 
 

@@ -22,6 +22,7 @@ from tests.formats.gguf_files import KEYS, OTHER_EPS, rounded, write
 from tests.formats.test_quantized import PROMPT, assert_equal
 from tests.models.checkpoints import LATER, NOT_PLAIN, VARIANTS, build, reference_logits
 from tests.models.conftest import load
+from tests.own_cache import use_own_cache
 
 gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
 
@@ -98,7 +99,7 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture(autouse=True)

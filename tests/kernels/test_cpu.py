@@ -24,13 +24,15 @@ from engine.settings.own_kernels import VARIABLE, c_compiler, kernels_here
 CPU = torch.device("cpu")
 EPS = 1e-6
 FEW = ("team.c", "cpu.c", "recurrent.c", "draw.c")  # what ``CPUKernels`` calls; all sources take a minute
+QUICK = ("-O1", *sources.FLAGS[1:])
 
 pytestmark = pytest.mark.skipif(not c_compiler(), reason="there is no C compiler")
 
 
 @pytest.fixture
 def anew(monkeypatch, tmp_path):
-    """A cache folder without a library, and a process that has loaded none."""
+    """A cache folder without a library, a process that has loaded none, and a compiler that is soon done."""
+    monkeypatch.setattr(sources, "FLAGS", QUICK)
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled.cache_clear()
@@ -245,7 +247,7 @@ def test_a_damaged_kept_file_is_made_again(kept, damage):
     content = bytearray(kept.read_bytes())
     third = len(content) // 3
     kept.write_bytes(content[:5000] if damage == "cut short" else content[:third] + bytes(third) + content[2 * third :])
-    few = f"sources.SOURCES = {{name: sources.SOURCES[name] for name in {FEW}}}"
+    few = f"sources.FLAGS, sources.SOURCES = {QUICK}, {{name: sources.SOURCES[name] for name in {FEW}}}"
     start = "from engine.kernels.cpu import cpu_kernels; from torch import ones; found = cpu_kernels()"
     use = "print(found.add_norm(ones(1, 4), ones(1, 4), ones(4), 0.0).tolist())"
     done = subprocess.run(

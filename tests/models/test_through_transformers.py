@@ -20,6 +20,7 @@ from engine.settings.sections import PluginsSection
 from engine.types.errors import ConfigError, WeightsError
 from tests.models.checkpoints import build, random_tokens, save
 from tests.models.through_transformers import build_kind, has_experts, num_ranks
+from tests.own_cache import use_own_cache
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ THROUGH = PluginsSection(models=["transformers"])
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
     return tmp_path / "cache"
 
 

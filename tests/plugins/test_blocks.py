@@ -26,6 +26,7 @@ from engine.plugins.testing.steps import Driver
 from engine.startup.linears import choose_linears
 from tests.formats import stored
 from tests.models.checkpoints import SIZES, build, reference_logits
+from tests.own_cache import use_own_cache
 
 gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
 from tests.formats.test_gguf import write  # noqa: E402
@@ -38,7 +39,7 @@ SUPER = ("Q4_K", "Q5_K", "Q6_K")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
 
 
 def kernel_for(*formats: str, quantization: str = "none") -> StoredBlocks:

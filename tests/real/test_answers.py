@@ -95,6 +95,24 @@ def _events(answer: http.client.HTTPResponse, most: int | None = None) -> list[s
     return found
 
 
+def test_a_forced_call_follows_the_functions_schema_though_the_template_has_no_tools(
+    real: Path, tmp_path: Path
+) -> None:
+    names = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": names | {"additionalProperties": False}, "strict": True}
+    port, asked = free_port(), {"role": "user", "content": "What is the weather in Paris?"}
+    body = {"model": real.stem, "messages": [asked], "tools": [{"type": "function", "function": function}]}
+    with _served(real, tmp_path, port):
+        forced = json.dumps(
+            body | {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 64}
+        ).encode()
+        with _asked(port, "/v1/chat/completions", forced) as answer:
+            (choice,) = json.load(answer)["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "weather")
+        assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+
+
 def test_a_stream_is_rejoined_after_a_kill_as_if_nothing_had_happened(real: Path, tmp_path: Path) -> None:
     port = free_port()
     body = json.dumps(

@@ -196,7 +196,7 @@ def lose_the_device(bench: Bench, *, is_fault: bool = True) -> LossExplained | N
         num_pages=bench.num_pages,
         num_host_pages=host_pages,
     )
-    bench.device.draft = old.draft
+    bench.device.draft, bench.device.counts = old.draft, old.counts
     found = bench.planner.restart(is_fault=is_fault)
     bench.planner.check()
     stats = bench.planner.stats()

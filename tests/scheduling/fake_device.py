@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
 
+import msgspec
 import numpy as np
 
 from engine.execution.batch import lay_out
@@ -53,6 +54,8 @@ class FakeDevice:
         self._tokens = np.full((max_running, max_len + 1), POISON, dtype=np.int32)
         self._pages = np.full((max_running, -(-max_len // page_size)), -1, dtype=np.int32)
         self._computed = np.zeros(max_running, dtype=np.int32)
+        self._lengths = np.zeros(max_running, dtype=np.int32)  # what a device knows of them that counts
+        self.counts = False
         self.stored: dict[bytes, np.ndarray] = {}
         self._fetched: dict[int, list[np.ndarray]] = {}
         # What a draft model says behind some tokens, so many at a time; none if it is not ready.
@@ -86,10 +89,16 @@ class FakeDevice:
             np.frombuffer(column, dtype=np.int32) for column in (step.table_rows, step.table_indexes, step.table_pages)
         )
         self._pages[rows, indexes] = pages
+        counted = np.frombuffer(proposals_of(step).counted, dtype=np.int32)
+        step, too_many = self._counted(step, counted)
         rows, positions, tokens = proposals_of(step).columns()
         self._tokens[rows, positions] = tokens
-        parts = self._drafted(rows, positions) if DRAFTED in tokens else {}
+        drafted = self._drafted(rows, positions) if DRAFTED in tokens else {}
+        parts = {NAME: drafted_part(drafted, 1000 * self.counts)} if DRAFTED in tokens else {}
         batch = lay_out(step, self._computed)
+        self._lengths[batch.rows_B] = batch.lengths_B
+        self._computed[counted] += too_many
+        said = {row: np.frombuffer(one, dtype=np.int32) for row, one in drafted.items()}
         slots = self._slot(batch.rows_T, batch.positions_T)
         assert len(np.unique(slots)) == len(slots), "two tokens of a step share a slot"
         self._slots[slots] = self._tokens[batch.rows_T, batch.positions_T] + VOCAB * self.weights
@@ -99,6 +108,10 @@ class FakeDevice:
             token = next_token(context)
             self._tokens[row, position] = token
             sampled.append(token)
+        for row in np.unique(rows).tolist() if self.counts else ():
+            at = positions[rows == row]
+            right = self._tokens[row, at] == said.get(row, np.full(len(at), POISON))
+            self._lengths[row] = at[0] + int(right.cumprod().sum())
         self.num_steps += 1
         self.done.append(
             StepDone(rank=0, step_id=step.step_id, token_ids=np.array(sampled, dtype=np.int32).tobytes(), parts=parts)
@@ -108,7 +121,24 @@ class FakeDevice:
         """Lose the content of all pages."""
         self._slots[:] = POISON
 
-    def _drafted(self, rows: np.ndarray, positions: np.ndarray) -> dict[str, bytes]:
+    def _counted(self, step: Step, counted: np.ndarray) -> tuple[Step, np.ndarray]:
+        """A step with the positions that rows really have, and how many more the planner has stated of each."""
+        if not len(counted):
+            return step, np.zeros(0, dtype=np.int32)
+        rows, starts = (np.frombuffer(one, dtype=np.int32) for one in (step.prefill_rows, step.prefill_starts))
+        stated = self._computed.copy()
+        stated[rows] = starts
+        more = stated - self._lengths
+        assert (more[counted] >= 0).all(), "a row is planned for less than it may be"
+        self._computed[counted] = self._lengths[counted]
+        proposals = proposals_of(step)
+        named, positions, _ = proposals.columns()
+        moved = msgspec.structs.replace(proposals, positions=(positions - more[named]).astype(np.int32).tobytes())
+        starts = (starts - np.where(np.isin(rows, counted), more[rows], 0)).astype(np.int32)
+        step = msgspec.structs.replace(step, prefill_starts=starts.tobytes(), parts=step.parts | moved.part())
+        return step, more[counted]
+
+    def _drafted(self, rows: np.ndarray, positions: np.ndarray) -> dict[int, bytes]:
         assert self.draft is not None
         by_row = {}
         for row in np.unique(rows).tolist():
@@ -117,7 +147,7 @@ class FakeDevice:
             self._tokens[row, at] = drafted or 0
             if drafted:
                 by_row[row] = np.array(drafted, dtype=np.int32).tobytes()
-        return {NAME: drafted_part(by_row)}
+        return by_row
 
     def fetch(self, message: FetchPages) -> int:
         """Return how many of the pages are stored, from the first on."""

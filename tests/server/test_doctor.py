@@ -21,6 +21,7 @@ from server.extensions.doctor import doctor
 from server.extensions.doctor.doctor import Finding, examine
 from server.extensions.traces import extension
 from tests.models.checkpoints import build
+from tests.own_cache import use_own_cache
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo_model"
@@ -80,7 +81,7 @@ def test_a_gguf_file_is_looked_at_as_a_start_does(tmp_path: Path, monkeypatch: p
     pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
     from tests.formats.test_gguf import write
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
     path = tmp_path / "tiny.gguf"
     write(path, build("llama"), tokenizer=True)
     found = findings(model={"path": str(path)}, device={"kind": "cpu"})

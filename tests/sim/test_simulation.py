@@ -6,8 +6,8 @@ from server.extensions.chaos.sim.marks import MARKS
 from server.extensions.chaos.sim.world import RunOutcome
 from tests.sim.run import Sweep, explain, sweep
 
-NUM_QUICK_SEEDS = 30
-NUM_SEEDS = 200  # planted bugs, see ``test_mutants.py``, are found within as many
+NUM_QUICK_SEEDS = 10
+NUM_SEEDS = 100  # ``make simulate`` runs thousands
 SHRINK_S = 20.0
 
 
@@ -15,7 +15,7 @@ def outcome_of(seed: int, marks: dict[str, int], failure: tuple[str, str] | None
     return RunOutcome(seed=seed, digest=0, virtual_s=2.0, num_steps=10, num_requests=4, marks=marks, failure=failure)
 
 
-def test_tens_of_seeds_pass() -> None:
+def test_some_seeds_pass() -> None:
     result = sweep(NUM_QUICK_SEEDS, jobs=1)
     assert not result.failures, explain(result.failures, SHRINK_S)
     assert result.num_counted == NUM_QUICK_SEEDS

@@ -12,9 +12,10 @@ from server.extensions.chaos.sim.state_mutants import a_rejected_token_stays_in_
 from server.extensions.chaos.sim.world import RunOutcome
 from tests.sim.run import Sweep, explain, play_seed, sweep
 
-NUM_QUICK_SEEDS = 10
-NUM_SEEDS = 200
-SEEDS = range(WITH_STATES, WITH_STATES + NUM_SEEDS)
+NUM_QUICK_SEEDS = 4
+NUM_SEEDS = 100  # that have to pass
+SEEDS = range(WITH_STATES, WITH_STATES + 200)
+TELLING = [WITH_STATES + number for number in (7, 33, 14, 1, 23)]  # tried first, since they find most planted bugs
 SHRINK_S = 20.0
 MARKS = (
     "eviction",
@@ -67,8 +68,8 @@ def failure_without(seed: int) -> tuple[str, str] | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", mutants_of(state_mutants), ids=lambda mutant: mutant.name)
 def test_a_planted_bug_is_found_and_is_what_was_found(mutant: Mutant) -> None:
-    failed = first_failure(mutant)
-    assert failed is not None, f"{mutant.name} survives {NUM_SEEDS} seeds"
+    failed = first_failure(mutant, [*TELLING, *SEEDS])
+    assert failed is not None, f"{mutant.name} survives {len(SEEDS)} seeds"
     assert failure_without(failed.seed) is None, f"seed {failed.seed} fails without {mutant.name} too"
 
 
@@ -77,5 +78,5 @@ def test_so_is_a_rejected_token_of_a_layer_for_multi_token_prediction() -> None:
     """The device drafts as with a head that reads the model's states: pages are known by pairs of tokens."""
     heads = [seed for seed in SEEDS if (setup := draw(seed).setup).proposer and setup.drafted]
     failed = first_failure(a_rejected_token_stays_in_the_state, heads)
-    assert failed is not None, f"it survives the {len(heads)} seeds with a head of {NUM_SEEDS}"
+    assert failed is not None, f"it survives the {len(heads)} seeds with a head of {len(SEEDS)}"
     assert failure_without(failed.seed) is None

@@ -33,6 +33,7 @@ from engine.startup.race_process import RaceAnswer, RaceProcess, decode, encode
 from engine.startup.trial_steps import TrialLoad
 from server.cli import main
 from tests.graphs.engines import EngineDevice
+from tests.own_cache import use_own_cache
 from tests.plugins.conftest import Install, install
 from tests.startup.in_this_process import InThisProcess
 
@@ -78,7 +79,7 @@ __all__ = ["install"]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_own_cache(monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 
 from tests.pace import far
 from tests.server.http_client import as_operator
-from tests.workers.executors import alive, children, within
+from tests.workers.executors import alive, children, held, within
 from tests.workers.server import MODEL, QUICK, Client, Server, stream_all
 
 pytestmark = pytest.mark.slow
@@ -250,16 +250,20 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 
 
 def test_sigterm_lets_streams_end_and_takes_no_more_and_traces_know_of_the_engine() -> None:
-    drain = f"server.drain_timeout_s={far(30):g}"
-    with collector() as (address, came), Server(*FRONT, f"server.traces={address}", drain, launcher=QUICK) as server:
+    options = ("placement.executor=process", f"server.drain_timeout_s={far(30):g}")
+    with (
+        collector() as (address, came),
+        Server(*FRONT, f"server.traces={address}", *options, launcher=QUICK) as server,
+    ):
 
         def terminate() -> None:
-            server.process.send_signal(signal.SIGTERM)
-            within(5, lambda: server.get("/ready")[0] == 503, every_s=0.001)
-            refused = stream_all(server, 1)
-            assert refused.errors[0] is not None
-            assert refused.errors[0]["error"]["code"] == "draining"
-            assert server.get("/health")[1]["status"] == "draining"
+            with held(server.process.pid):  # it would be gone once the streams have ended
+                server.process.send_signal(signal.SIGTERM)
+                within(5, lambda: server.get("/ready")[0] == 503, every_s=0.001)
+                refused = stream_all(server, 1)
+                assert refused.errors[0] is not None
+                assert refused.errors[0]["error"]["code"] == "draining"
+                assert server.get("/health")[1]["status"] == "draining"
 
         client = stream_all(server, 16, terminate, max_tokens=500)
         assert (client.done, set(client.reasons)) == (16, {"length"})

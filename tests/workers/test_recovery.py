@@ -217,7 +217,7 @@ async def test_draining_waits_for_the_executors_to_come_back(
         streams = open_all(system)
         await asyncio.sleep(0.05)
         send(signal.SIGKILL)
-        stopping = asyncio.ensure_future(system.stop(drain_timeout_s=30))
+        stopping = asyncio.ensure_future(system.stop(drain_timeout_s=far(30)))
         assert outputs(await read_all(streams)) == quick_ones
         await stopping
 

@@ -175,7 +175,7 @@ def test_an_executor_that_cannot_live_ends_the_server_with_one_line(figure: Figu
                 os.kill(found[0], signal.SIGKILL)  # also while it loads
                 next_at += 2
             time.sleep(0.02)
-            assert time.monotonic() - started < 60
+            assert time.monotonic() - started < far(60)
         figure("the server has ended", time.monotonic() - started, "s", at_most=15, patience=4)
         code, logged = server.end()
         assert code == 1

@@ -5,8 +5,9 @@ Legend: M rows of the largest graph · B rows of a graph, padding included · W 
 Owns: the static inputs of the passes, one graph for each number of rows.  Does not know: how a token is guessed.
 
 A token of the first pass has a place of its own, as in a step that verifies, so rows that lack at most W tokens fit.
-The host knows all positions, and sends them with the rows of each pass by one copy; a row that gets fewer tokens than
-others is padding in the later passes.
+The host sends where each row ends and how much the draft lacks of it, by one copy, or leaves both to the counts on the
+device; the graph makes the positions of all passes of that.  A row that gets fewer tokens than others is padding in the
+later passes.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import Int32
+from engine.features.speculation.counted_tokens import RowCounts
 from engine.graphs.breakable import GraphRecording
 from engine.graphs.capturing import round_up
 from engine.graphs.decode_attention import DecodeAttention
@@ -28,7 +30,7 @@ from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors
 
 CHAINS = "drafts"
-NUM_BUFFERS = 2  # steps with drafts do not overlap
+NUM_BUFFERS = 4  # on the host: one more than the steps in flight and the step that is launched
 NO_ROW = -1
 
 Guess = Callable[[StepTensors, Tensor, Tensor], Tensor]
@@ -49,6 +51,7 @@ class DraftChain:
         attentions: tuple[AttentionBackend, AttentionBackend],
         tokens_RM: Tensor,
         pages_RP: Tensor,
+        counts: RowCounts,
         *,
         width: int,
         depth: int,
@@ -62,7 +65,13 @@ class DraftChain:
         self._depth, self._ahead = depth, ahead
         device, most = kit.device, kit.sizes[-1]
         self._ops = choose_inputs(pool.data.device)
-        self._lengths_R = device.buffer((len(tokens_RM),), torch.int32)  # never read: all positions are sent
+        self._counts = counts
+        self._lengths_R = device.buffer((len(tokens_RM),), torch.int32)  # never read: all positions are given
+        # Of each row: its number, where it ends, tokens that it lacks, and tokens to draft.
+        self._asked = device.buffer((4, most), torch.int64)
+        self._asked[0] = NO_ROW
+        self._nth_W = device.buffer((width,), torch.int64).copy_(torch.arange(-width, 0))
+        self._nth_L = device.buffer((depth - 1, 1), torch.int64).copy_(torch.arange(1, depth)[:, None])
         # Rows and positions of each pass: those of the first one have W places for each row.
         self._packed = device.buffer((2, most * (width + depth - 1)), torch.int64)
         self._packed[0] = NO_ROW
@@ -74,7 +83,7 @@ class DraftChain:
         )
         self._last_M = device.buffer((most,), torch.int64).copy_(torch.arange(width - 1, most * width, width))
         self._all_M = device.buffer((most,), torch.int64).copy_(torch.arange(most))
-        self._outgoing = PinnedRing(device, NUM_BUFFERS, self._packed.nbytes)
+        self._outgoing = PinnedRing(device, NUM_BUFFERS, self._asked.nbytes)
         self._recordings: dict[int, GraphRecording] = {}
 
     def capture(self, progress: bool = False) -> None:
@@ -95,21 +104,16 @@ class DraftChain:
         return round_up(self._kit.sizes, num_rows) in self._recordings
 
     def replay(self, rows_B: Int32, ends_B: Int32, lacking_B: Int32, counts_B: npt.NDArray[np.int64]) -> None:
-        """Draft for rows that ``fits``: ``counts`` tokens from ``ends`` on, of which ``lacking`` are read before."""
+        """Draft for rows that ``fits``: ``counts`` tokens from ``ends`` on, of which ``lacking`` are read before.
+
+        Where these are ``BY_DEVICE``, the counts on the device have both."""
         size, num = round_up(self._kit.sizes, len(rows_B)), len(rows_B)
         assert size is not None, f"{num} rows, captured up to {self._kit.sizes[-1]}"
         buffer = self._outgoing.take()
-        rows, positions = buffer.data.view(torch.int64).view(2, -1).numpy()
-        rows[:], positions[:] = NO_ROW, 0
-        nth_W = np.arange(self.width) - self.width
-        there_BW = nth_W >= -lacking_B[:, None]
-        rows[: num * self.width] = np.where(there_BW, rows_B[:, None], NO_ROW).ravel()
-        positions[: num * self.width] = np.where(there_BW, ends_B[:, None] + nth_W, 0).ravel()
-        for nth in range(1, self._depth):
-            at = self._place(nth)
-            rows[at : at + num] = np.where(counts_B > nth, rows_B, NO_ROW)
-            positions[at : at + num] = ends_B + nth - 1
-        self._kit.device.copy(self._packed.view(torch.uint8).view(-1), buffer.data)
+        asked = buffer.data.view(torch.int64).view(4, -1).numpy()
+        asked[0] = NO_ROW
+        asked[:, :num] = rows_B, ends_B, lacking_B, counts_B
+        self._kit.device.copy(self._asked.view(torch.uint8).view(-1), buffer.data)
         buffer.event.record()
         self._kit.recorder.num_tokens = num
         self._recordings[size].replay()
@@ -123,10 +127,27 @@ class DraftChain:
 
     def _run(self, size: int) -> Tensor:
         """Run all passes for the rows that the columns name.  Return the tokens of the last one."""
+        self._lay_out(size)
         tokens_N = self._pass(0, 0, size * self.width, self._first, self._last_M[:size])
         for nth in range(1, self._depth):
             tokens_N = self._pass(1, self._place(nth), size, self._later, self._all_M[:size])
         return tokens_N
+
+    def _lay_out(self, size: int) -> None:
+        """Write the columns of all passes from those that were asked for."""
+        rows_B, given_B, given_lacking_B, counts_B = self._asked[:, :size]
+        row_B, counted_B = rows_B.clamp(min=0), given_B < 0
+        length_B = self._counts.lengths_R.index_select(0, row_B).to(torch.int64)
+        ends_B = torch.where(counted_B, length_B + (1 - self._ahead), given_B)
+        lacking_B = torch.where(counted_B, self._counts.lacking_R.index_select(0, row_B), given_lacking_B)
+        there_BW = (self._nth_W >= -lacking_B[:, None]) & (rows_B >= 0)[:, None]
+        rows_BW, positions_BW = self._packed[:, : size * self.width].view(2, size, self.width)
+        rows_BW.copy_(torch.where(there_BW, rows_B[:, None], NO_ROW))
+        positions_BW.copy_(torch.where(there_BW, ends_B[:, None] + self._nth_W, 0))
+        most = self._kit.sizes[-1]
+        rows_LB, positions_LB = self._packed[:, most * self.width :].view(2, self._depth - 1, most)[..., :size]
+        rows_LB.copy_(torch.where(counts_B > self._nth_L, rows_B, NO_ROW))
+        positions_LB.copy_(ends_B + (self._nth_L - 1))
 
     def _pass(self, kind: int, at: int, num: int, static: DecodeInputs, wanted_N: Tensor) -> Tensor:
         rows_B, given_B = self._packed[:, at : at + num]

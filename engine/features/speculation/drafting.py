@@ -1,6 +1,7 @@
 """A draft model next to the model: it decodes the tokens that a step will verify, just before the step.
 
-Legend: R rows · P pages · B rows that are drafted for · K drafted tokens, those of a row side by side · N sampled rows
+Legend: R rows · P pages · B rows that are drafted for · D most drafted tokens of a row
+        K drafted tokens, those of a row side by side · N sampled rows
 Owns: which keys and values of the draft model there are, its passes.  Does not know: what becomes of its tokens.
 
 It has a pool of its own with as many pages as the model's, under the same page tables, and reads and writes the same
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from engine.execution.batch import Int32, lay_out
 from engine.execution.rows import DeviceRows
+from engine.features.speculation.counted_tokens import BY_DEVICE, CountedTokens
 from engine.features.speculation.draft_chain import CHAINS, DraftChain
 from engine.features.speculation.messages import Proposals
 from engine.graphs.rank import CaptureKit, RankGraphs
@@ -35,16 +37,16 @@ def _ints(column: bytes) -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafted tokens on their way to the host.  drafted_K: False for a place that has no drafted token, only 0."""
+    """Drafted tokens on their way to the host, int32[B, D].  counts_B: how many of them a row has."""
 
-    rows_K: Int32
-    drafted_K: npt.NDArray[np.bool_]
-    tokens_K: Tensor
+    rows_B: Int32
+    counts_B: npt.NDArray[np.int64]
+    tokens_BD: Tensor
 
     def by_row(self) -> dict[int, bytes]:
         """Return row -> its tokens.  Call it when the device is done with the step."""
-        rows_K, tokens_K = self.rows_K[self.drafted_K], self.tokens_K.numpy()[self.drafted_K]
-        return {int(row): tokens_K[rows_K == row].tobytes() for row in np.unique(rows_K)}
+        every = zip(self.rows_B.tolist(), self.counts_B.tolist(), self.tokens_BD.numpy(), strict=True)
+        return {row: tokens_D[:count].tobytes() for row, count, tokens_D in every if count}
 
 
 class Drafter:
@@ -78,6 +80,9 @@ class Drafter:
         self._most_tokens = most_tokens
         self._ahead = ahead
         self._chain: DraftChain | None = None
+        self._counted = CountedTokens(rows, num_tokens)
+        self._counted_rows: dict[int, int] = {}  # whose count here is out of date: tokens that were not drafted behind
+        self._unread: set[int] = set()  # of the last rows to draft for, those of which too much is to be read
         self._filled_P = np.zeros(pool.num_pages, dtype=np.int32)
         self._pages_RP = np.zeros(tuple(rows.pages_RP.shape), dtype=np.int32)
 
@@ -98,12 +103,18 @@ class Drafter:
                 (build_attention(), build_attention()),
                 self._rows.tokens_RM,
                 self._rows.pages_RP,
+                self._counted.keep(),
                 width=self._most_lacking(),
                 depth=self._num_tokens,
                 ahead=self._ahead,
             )
 
         self._chain = graphs.more(CHAINS, build, self._pool.data.device, max_rows, progress)
+
+    @property
+    def by_graph(self) -> bool:
+        """Whether the passes for any number of rows that decode by a graph are one graph."""
+        return self._chain is not None
 
     def _most_lacking(self) -> int:
         """Return how many tokens a row lacks at most that was drafted for in the step before.
@@ -125,8 +136,11 @@ class Drafter:
             # Drafted tokens after the start were wrong and do not count.
             rows, starts = _ints(step.prefill_rows), _ints(step.prefill_starts)
             self._rows.computed[rows] = np.minimum(self._rows.computed[rows], starts)
+        for row in self._counted_rows.keys() & set(_ints(step.decode_rows).tolist()):
+            self._counted_rows[row] += 1
 
     def _admit(self, admission: Admission) -> None:
+        self._counted_rows.pop(admission.row, None)
         row, size, pages = admission.row, self._pool.page_size, _ints(admission.pages)
         num_shared = admission.num_computed_tokens // size
         self._pages_RP[row, : len(pages)] = pages
@@ -177,17 +191,50 @@ class Drafter:
                 table_pages=step.table_pages,
             )
         )
-        self._rows.write_tokens(rows_K, positions_K, np.zeros_like(tokens_K))
         rows_B, first_B, counts_B = np.unique(rows_K, return_index=True, return_counts=True)
         ends_B = positions_K[first_B]
-        drafting_B = self._replay(rows_B, ends_B, counts_B)
-        if not drafting_B.all():
-            rest_B = ~drafting_B
-            drafting_B[rest_B] = self._one_by_one(step.step_id, rows_B[rest_B], ends_B[rest_B], counts_B[rest_B])
-        said_K = self._rows.tokens_at(rows_K, positions_K)
-        if said_K.is_cuda:
-            said_K = torch.empty_like(said_K, device="cpu", pin_memory=True).copy_(said_K, non_blocking=True)
-        return Drafted(rows_K, np.isin(rows_K, rows_B[drafting_B]), said_K)
+        if proposals.counted:
+            drafting_B = self._replay_counted(rows_B, counts_B)
+        else:
+            self._rows.write_tokens(rows_K, positions_K, np.zeros_like(tokens_K))
+            self._catch_up(rows_B, ends_B)
+            drafting_B = self._replay(rows_B, ends_B, counts_B)
+            if not drafting_B.all():
+                rest_B = ~drafting_B
+                drafting_B[rest_B] = self._one_by_one(step.step_id, rows_B[rest_B], ends_B[rest_B], counts_B[rest_B])
+            self._unread = set(rows_B[~drafting_B].tolist())
+        counts_B = np.where(drafting_B, counts_B, 0)
+        said_BD = self._counted.begin(rows_B, None if proposals.counted else ends_B + self._ahead, counts_B)
+        if said_BD.is_cuda:
+            said_BD = torch.empty_like(said_BD, device="cpu", pin_memory=True).copy_(said_BD, non_blocking=True)
+        return Drafted(rows_B, counts_B, said_BD)
+
+    def count(self) -> None:
+        """Count the drafted tokens that were right, on the device.  Call it when their step is queued."""
+        self._counted.end(self._lacking)
+
+    def _lacking(self, counts_B: Tensor, right_B: Tensor) -> Tensor:
+        """Return how many tokens rows lack next, after so many drafted ones of which so many were right."""
+        return (right_B + 2 - counts_B).clamp(min=1)
+
+    def _replay_counted(self, rows_B: Int32, counts_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Draft by one graph for rows whose lengths only the device knows.  Return for which."""
+        assert self._chain is not None, "ranks without graphs have said that they count tokens"
+        drafting_B = np.array([row not in self._unread for row in rows_B.tolist()])
+        rows = rows_B[drafting_B]
+        if len(rows):
+            unknown = np.full(len(rows), BY_DEVICE, dtype=np.int32)
+            self._chain.replay(rows, unknown, unknown, counts_B[drafting_B])
+        self._counted_rows.update(dict.fromkeys(rows.tolist(), 0))
+        return drafting_B
+
+    def _catch_up(self, rows_B: Int32, ends_B: Int32) -> None:
+        """Note what was drafted for rows while only the device knew their lengths."""
+        for row, end in zip(rows_B.tolist(), ends_B.tolist(), strict=True):
+            if (num_more := self._counted_rows.pop(row, None)) is not None:
+                before = int(self._rows.computed[row])
+                self._rows.computed[row] = max(before, end - self._most_lacking() - num_more)
+                self._note_filled(row, before, int(self._rows.computed[row]))
 
     def _replay(self, rows_B: Int32, ends_B: Int32, counts_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Draft by one graph.  Return for which rows: not for those that lack too much, nor if there is no graph."""

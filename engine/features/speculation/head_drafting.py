@@ -97,6 +97,8 @@ class HeadDrafter(Drafter):
         rows_K, positions_K, _ = proposals.columns()
         positions_K = positions_K - 1
         drafted = super().draft(step, msgspec.structs.replace(proposals, positions=positions_K.tobytes()))
+        if proposals.counted:
+            return drafted
         # Results after the last known token are from states of the head's own, and do not count.
         rows_B, first_B = np.unique(rows_K, return_index=True)
         computed = self._rows.computed
@@ -106,6 +108,10 @@ class HeadDrafter(Drafter):
     def _most_lacking(self) -> int:
         """Return how many tokens a row lacks at most: the drafted ones do not count, as their states were guessed."""
         return self._num_tokens + 1
+
+    def _lacking(self, counts_B: Tensor, right_B: Tensor) -> Tensor:
+        """Return how many tokens rows lack next: all new ones."""
+        return right_B + 1
 
     def _guess(self, tensors: StepTensors, rows_N: Tensor, positions_N: Tensor) -> Tensor:
         """Run one forward pass; each guessed token gets a state as well."""

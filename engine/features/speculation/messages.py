@@ -20,11 +20,14 @@ class Proposals(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     They are written before the step runs.  A row that has some in a step is a segment in the next step too, which gives
     its start.
-    rows, positions: int32[K].  tokens: int32[K], a token each, or ``DRAFTED`` in all places."""
+    rows, positions: int32[K].  tokens: int32[K], a token each, or ``DRAFTED`` in all places.
+    counted: int32, rows of the step of which only the device knows how many tokens the steps in flight will have added.
+    What the step states of their positions is the most that is possible."""
 
     rows: bytes
     positions: bytes
     tokens: bytes
+    counted: bytes = b""
 
     def part(self) -> dict[str, bytes]:
         """Return the parts of a step with these proposals."""
@@ -38,9 +41,18 @@ class Proposals(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return rows, positions, tokens
 
 
+class DraftedTokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A result's part.  by_row: int32[k], the tokens in place of ``DRAFTED``, as many or none.
+
+    most_places: tokens of a step with ``Proposals.counted`` that the ranks can run; 0 if they can run none."""
+
+    by_row: dict[int, bytes]
+    most_places: int = 0
+
+
 NO_PROPOSALS: Final = Proposals(rows=b"", positions=b"", tokens=b"")
 _decoder = msgspec.msgpack.Decoder(Proposals)
-_result_decoder = msgspec.msgpack.Decoder(dict[int, bytes])
+_result_decoder = msgspec.msgpack.Decoder(DraftedTokens)
 
 
 def proposals_of(step: Step) -> Proposals:
@@ -48,14 +60,19 @@ def proposals_of(step: Step) -> Proposals:
     return _decoder.decode(part) if (part := step.parts.get(NAME)) is not None else NO_PROPOSALS
 
 
-def drafted_part(by_row: Mapping[int, bytes]) -> bytes:
-    """Return the part of a result.  by_row: int32[k], the tokens in place of ``DRAFTED``, as many or none."""
-    return msgspec.msgpack.encode(by_row)
+def drafted_part(by_row: Mapping[int, bytes], most_places: int = 0) -> bytes:
+    """Return the part of a result, as in ``DraftedTokens``."""
+    return msgspec.msgpack.encode(DraftedTokens(by_row=dict(by_row), most_places=most_places))
 
 
 def drafted_of(part: bytes) -> dict[int, bytes]:
     """Return the drafted tokens of a result by row, from its part."""
-    return _result_decoder.decode(part)
+    return _result_decoder.decode(part).by_row
+
+
+def most_places_of(part: bytes) -> int:
+    """Return ``DraftedTokens.most_places`` of a result's part."""
+    return _result_decoder.decode(part).most_places
 
 
 # A result's part by rows, for what gives a row's result to another step.

@@ -8,7 +8,8 @@ the one that decoding would sample, as long as every proposal before it equals t
 stay, and the rest is dropped.  Their keys and values lie after the row's end, where nothing reads, until they are
 overwritten.
 
-A row whose tokens are waited for has no step in flight, so steps do not overlap while a row speculates.
+A row whose tokens are waited for has no step in flight, unless the ranks count by themselves how many tokens were right
+(``overlaps.py``): then the next step is planned for the most that may be, and corrected when the tokens come.
 
 A row that cannot go on behind a wrong token, as recurrent states cannot, computes known tokens again in its next step
 (``PlannerFeature.recomputed_tokens``).
@@ -22,14 +23,15 @@ import numpy as np
 
 from engine.features.speculation.drafted import DraftedGuesses
 from engine.features.speculation.guesses import Guesses, SessionGuesses
-from engine.features.speculation.messages import DRAFTED, NAME, Proposals, drafted_of
+from engine.features.speculation.messages import DRAFTED, NAME, Proposals, drafted_of, most_places_of
+from engine.features.speculation.overlaps import Overlaps
 from engine.features.speculation.payoff import Chance, Payoff
 from engine.messages import StepDone, StepExtras
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import Rows, Sequence
-from engine.scheduling.step_builder import Appends, Columns, InFlight, StepBuilder, Wave
+from engine.scheduling.step_builder import NO_ROWS, Appends, Columns, InFlight, StepBuilder, Wave
 
 Drafts = dict[int, tuple[int, ...]]
 """Row -> proposals that a step verifies; none for a row that has only overrun."""
@@ -57,30 +59,55 @@ class SpeculationPlanner(PlannerFeature):
         # Rows of which the device counts too many tokens as computed: their next step must state where it begins.
         self._overrun: set[int] = set()
         self._drafted: dict[int, bytes] = {}
+        self._overlaps = Overlaps(parts, self._guesses.num_tokens)
         self._is_steady = self._reads_first = False
 
     # ---- planning ---------------------------------------------------------------------------
 
     def waits(self, num_in_flight: int) -> bool:
-        return num_in_flight > 0 and self._awaits_tokens
+        return num_in_flight > 0 and self._awaits_tokens and (self._reads_first or not self._overlaps.possible())
+
+    def started(self, sequence: Sequence) -> None:
+        """Note a row whose steps must not overlap."""
+        self._overlaps.started(sequence)
 
     def plan(self, step: StepBuilder) -> None:
-        """Add proposals for rows that decode in a step, if no other step is in flight."""
+        """Add proposals for rows that decode in a step, if the tokens of steps in flight need not be known for that."""
+        if step.overlaps and not self._awaits_tokens:
+            return
         if step.overlaps:
+            self._plan_counted(step)
             return
         decode_rows = step.decode_rows
         again = {row: self._recomputed(row) for row in decode_rows.tolist() if row in self._overrun}
         room = self._max_step_tokens - len(decode_rows) - step.num_prompt_tokens - sum(again.values())
-        drafts = self._draft(decode_rows.tolist(), room)
+        drafts: Drafts = dict.fromkeys(again, ()) | self._draft(decode_rows.tolist(), room)
         self._overrun.difference_update(drafts)
         self._awaits_tokens = any(drafts.values()) or bool(self._overrun)  # a row that sits out may return at any time
+        self._overlaps.planned(decode_rows, drafts)
+        self._add(step, drafts, again)
+
+    def _plan_counted(self, step: StepBuilder) -> None:
+        """Add proposals behind tokens that the ranks count."""
+        rows = step.decode_rows
+        drafts = self._draft(self._overlaps.drafted(rows), self._overlaps.most_places - len(rows))
+        self._overlaps.planned(rows, drafts, overlaps=True)
+        self._add(step, drafts, {}, counted=rows)
+
+    def _add(self, step: StepBuilder, drafts: Drafts, again: dict[int, int], counted: Rows = NO_ROWS) -> None:
+        """Make rows of a step segments with proposals.  again: known tokens before the last to compute.
+
+        counted: as in ``Proposals``."""
+        decode_rows = step.decode_rows
+        if len(counted):
+            step.parts |= Proposals(rows=b"", positions=b"", tokens=b"", counted=counted.tobytes()).part()
         if not drafts:
             return
         rows = np.array(list(drafts), dtype=np.int32)
         counts = np.array([len(proposed) for proposed in drafts.values()], dtype=np.int32)
         table = self._table
         before = np.array([again.get(row, 0) for row in drafts], dtype=np.int32)
-        known = table.num_known[rows]
+        known = table.num_planned[rows] - 1  # or the most that it may be
         table.num_computed[rows] += counts
         table.num_planned[rows] += counts
         step.appends.append(self._grow(rows))
@@ -96,25 +123,27 @@ class SpeculationPlanner(PlannerFeature):
                 rows=np.repeat(rows, counts).tobytes(),
                 positions=(np.repeat(known, counts) + nth).astype(np.int32).tobytes(),
                 tokens=np.array([one for proposed in drafts.values() for one in proposed], np.int32).tobytes(),
+                counted=counted.tobytes(),
             ).part()
 
     def _recomputed(self, row: int) -> int:
         return sum(again(row) for again in self._features.recomputed_tokens)
 
     def _draft(self, decode_rows: list[int], most: int) -> Drafts:
-        counts = self._counts(self._chances(decode_rows, in_flight=False), len(decode_rows), most)
+        counts = self._counts(self._chances(decode_rows, own=1), len(decode_rows), most)
         self._reads_first = any(self._guesses.reads_first(row) for row in counts)
-        drafts: Drafts = {row: () for row in decode_rows if row in self._overrun}
-        return drafts | {row: self._guesses.of(row, count) for row, count in counts.items()}
+        return {row: self._guesses.of(row, count) for row, count in counts.items()}
 
-    def _chances(self, rows: Iterable[int], *, in_flight: bool) -> dict[int, Chance]:
-        """Return the chances of rows with a guess.  in_flight: guesses after their tokens that are being sampled."""
+    def _chances(self, rows: Iterable[int], *, own: int) -> dict[int, Chance]:
+        """Return the chances of rows with a guess, after their tokens that are being sampled.
+
+        own: number of tokens that the step has planned that is to verify the guesses."""
         chances: dict[int, Chance] = {}
         if self._guesses.rest:
             return chances
         table = self._table
         for row in rows:
-            ahead = int(table.num_planned[row] - table.num_known[row]) if in_flight else 0
+            ahead = int(table.num_planned[row] - table.num_known[row]) - own
             if (chance := self._guesses.chance(row, ahead)) is not None:
                 chances[row] = chance._replace(num=self._room(row, chance.num) - ahead)
         return chances
@@ -157,7 +186,7 @@ class SpeculationPlanner(PlannerFeature):
 
     def take(self, part: bytes, done: StepDone) -> bool:
         """Keep the tokens that the executors have drafted until ``waves``."""
-        self._drafted = drafted_of(part)
+        self._drafted, self._overlaps.most_places = drafted_of(part), most_places_of(part)
         return False
 
     def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
@@ -200,8 +229,8 @@ class SpeculationPlanner(PlannerFeature):
         table, drafts = self._table, drafts_of(record)
         for row, proposed in drafts.items():
             if proposed and table.running[row]:
-                table.num_planned[row] = table.num_known[row]
-                table.num_computed[row] = table.num_known[row] - 1
+                table.num_planned[row] = table.num_known[row] + self._overlaps.num_sampling(row)
+                table.num_computed[row] = table.num_planned[row] - 1
                 self._overrun.add(row)
                 self._decodes.recount()
         self._measure(record, drafts, seconds)
@@ -225,16 +254,18 @@ class SpeculationPlanner(PlannerFeature):
 
     def _promised(self, rows: list[int]) -> dict[int, int]:
         """Return what would be verified if the tokens in flight were known, and as guessed."""
-        return self._counts(self._chances(rows, in_flight=True), len(rows), self._max_step_tokens - len(rows))
+        return self._counts(self._chances(rows, own=0), len(rows), self._max_step_tokens - len(rows))
 
     def left(self, row: int) -> None:
         self._guesses.leave(row)
         self._overrun.discard(row)
+        self._overlaps.left(row)
 
     def reset(self) -> list[Sequence]:
         self._guesses.clear()
         self._overrun.clear()
         self._drafted.clear()
+        self._overlaps.clear()
         self._awaits_tokens = self._is_steady = False
         return []
 

@@ -13,14 +13,18 @@ import numpy as np
 import torch
 
 from engine.checkpoints.checkpoint import ModelSpec
+from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
+from engine.features.speculation.counted_decodes import CountedDecodes
 from engine.features.speculation.draft_model import RankDraft
 from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.eagle_head import RankHead
 from engine.features.speculation.messages import NAME, Proposals, drafted_part, proposals_of
 from engine.features.speculation.terms import Terms
+from engine.graphs.decode import DecodeGraphs
+from engine.layers.attention import AttentionBackend, is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 
@@ -54,6 +58,9 @@ class DraftRank(SpeculationRank):
         self._draft = draft
         self._drafter: Drafter
         self._drafted: Drafted | None = None
+        self._decodes: CountedDecodes | None = None
+        self._plans_nothing = False
+        self._counting = False  # a step of which only the device knows the lengths is half launched
 
     def needs(self, needs: Needs) -> Needs:
         """Return what must stay free for both models."""
@@ -63,6 +70,21 @@ class DraftRank(SpeculationRank):
         """Allocate the draft's own pool, and let the model keep the states that the draft reads."""
         self._draft.prepare(num_pages)
         self.pools = self._draft.kept_pools
+
+    def attention(self, backend: AttentionBackend) -> AttentionBackend:
+        """Return the attention backend.  One that plans on the host must know all lengths there."""
+        self._plans_nothing = is_capturable(backend)
+        return backend
+
+    def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
+        """Return captured decodes that also run steps of which only the device knows the lengths, if there are any."""
+        behind = (type(one).decodes for one in self._context.features if one.order > self.order)
+        if any(decodes is not RankFeature.decodes for decodes in behind):
+            return whole  # one may leave out steps that it must run itself
+        if not (isinstance(whole, DecodeGraphs) and whole.verifies and self._plans_nothing):
+            return whole
+        self._decodes = CountedDecodes(whole)
+        return self._decodes
 
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
         """Build the drafter over the draft's pool."""
@@ -83,34 +105,53 @@ class DraftRank(SpeculationRank):
 
     def apply(self, step: Step) -> Step:
         """Draft the tokens that the step names.  A step that is launched again in parts has lost them."""
+        if self._counting:
+            raise RuntimeError("a step whose lengths the device counts cannot be launched again")
         self._drafted = None
         self._drafter.follow(step, self._context.rows.computed)
-        if NAME in step.parts:
-            self._drafted = self._draft_for(step, proposals_of(step))
+        proposals = proposals_of(step)
+        if proposals.counted:
+            assert self._decodes is not None, "ranks without graphs have said that they count tokens"
+            self._counting = True
+            self._decodes.counted = np.frombuffer(proposals.counted, dtype=np.int32)
+        if proposals.rows:
+            self._drafted = self._draft_for(step, proposals)
         return step
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         """Add the drafted tokens to the result: its event comes after their copy to the host."""
+        if self._counting:
+            assert self._decodes is not None
+            assert self._decodes.counted is None, f"step {step.step_id} has not run by graphs"
+            self._counting = False
         if (drafted := self._drafted) is not None:
-            launched.parts[NAME] = lambda: drafted_part(drafted.by_row())
+            self._drafter.count()
+            launched.parts[NAME] = lambda: drafted_part(drafted.by_row(), self._most_places)
+
+    @property
+    def _most_places(self) -> int:
+        """The tokens of a step whose lengths the device counts; 0 if the rank needs the host for that."""
+        return 0 if self._decodes is None or not self._drafter.by_graph else self._decodes.most_places
 
     def _draft_for(self, step: Step, proposals: Proposals) -> Drafted:
         """Return the drafted tokens, or none if the device has no memory for that: the step verifies what it finds.
 
         Raises MemoryError if other ranks may be in the middle of drafting.  RuntimeError then for a model with states:
-        its steps cannot be cut into parts, since copies of states belong before and behind a whole step."""
+        its steps cannot be cut into parts, since copies of states belong before and behind a whole step; and for a step
+        whose lengths the device counts, as it cannot be launched again."""
         try:
             return self._drafter.draft(step, proposals)
         except (MemoryError, RuntimeError) as error:
             if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and CPU_ALLOCATOR not in str(error):
                 raise
-            if self._context.comm.size > 1:
-                if self._context.states is not None:
+            if self._counting or self._context.comm.size > 1:
+                if self._counting or self._context.states is not None:
                     raise RuntimeError(f"no room to draft for a step that cannot be cut: {error}") from error
                 raise MemoryError(str(error)) from None
-            rows_K, _, _ = proposals.columns()
-            log.warning("the device has no room to draft for %d rows (%s)", len(np.unique(rows_K)), error)
-            return Drafted(rows_K, np.zeros(len(rows_K), dtype=np.bool_), torch.zeros(len(rows_K), dtype=torch.int32))
+            rows_B = np.unique(proposals.columns()[0])
+            log.warning("the device has no room to draft for %d rows (%s)", len(rows_B), error)
+            none_B = np.zeros(len(rows_B), dtype=np.int64)
+            return Drafted(rows_B, none_B, torch.zeros((len(rows_B), 0), dtype=torch.int32))
 
 
 def rank_feature(context: RankContext) -> SpeculationRank | None:

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from callboard import LLM, SamplingParams
 from engine.execution.runner import ModelRunner
+from engine.features.speculation.counted_tokens import CountedTokens
 from engine.features.speculation.draft_chain import DraftChain
 from engine.features.speculation.drafting import Drafted, Drafter
-from engine.features.speculation.messages import NAME, Proposals
+from engine.features.speculation.messages import NAME, Proposals, proposals_of
 from engine.features.speculation.payoff import Payoff
 from engine.graphs import inputs as torch_inputs
 from engine.graphs.decode import DecodeGraphs
@@ -146,6 +147,17 @@ def test_what_is_verified_is_one_captured_step_with_the_tokens_of_engines_withou
     assert set(verified.graphs) == {1 if asked == "behind the graph" else 2}
 
 
+def test_a_row_whose_prompt_was_scored_is_verified_by_graphs(
+    plain: dict[str, Outputs], speculating: tuple[LLM, Liar, Verified]
+) -> None:
+    llm, liar, verified = speculating
+    liar.kind = "right"
+    verified.graphs.clear()
+    assert outputs(llm, [GREEDY.replace(prompt_logprobs=1), *[GREEDY] * 3]) == plain["greedy"]
+    assert verified.others == 0
+    assert verified.graphs
+
+
 def test_there_are_graphs_for_all_rows_with_all_their_tokens(speculating: tuple[LLM, Liar, Verified]) -> None:
     _, _, verified = speculating
     assert verified.devices[0].graphs[0].size == 4 * (1 + 3)
@@ -214,6 +226,69 @@ def test_a_model_that_drafts_for_itself_by_one_graph_is_always_right(
             assert right >= 40 * num_tokens // (num_tokens + 1)
     assert set(graphs) == {0, 1}  # prompts are read by passes of their own
     assert graphs.count(1) >= 4
+
+
+class Overlapping:
+    """Steps that verify: how many there are, and how many of them were launched before the tokens in front came."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num_verifying = self.num_counted = 0
+        launch = ModelRunner.launch
+
+        def counted(runner: ModelRunner, step: Step) -> Any:
+            proposals = proposals_of(step)
+            self.num_verifying += bool(proposals.rows)
+            self.num_counted += bool(proposals.counted)
+            return launch(runner, step)
+
+        patch.setattr(ModelRunner, "launch", counted)
+
+
+@pytest.fixture(scope="module")
+def nearly(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that drafts what is right about every other time."""
+    model, generator = build("llama"), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.add_(torch.randn(one.shape, generator=generator) * 0.1 * one.abs().mean())
+    return save(model, tmp_path_factory.mktemp("nearly"))
+
+
+def test_steps_that_draft_and_verify_overlap(
+    directory: Path, nearly: Path, plain: dict[str, Outputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts(monkeypatch)
+    steps = Overlapping(monkeypatch)
+    with engine(directory, "decode", "draft_model", path=str(nearly), num_tokens=3) as llm:
+        for asked in ("greedy", "drawn"):
+            found = llm.generate(PROMPTS, ASKED[asked])
+            assert [one.token_ids for one in found] == plain[asked]
+            assert sum(one.usage.accepted_tokens for one in found) > 0
+            assert sum(one.usage.rejected_tokens for one in found) > 0
+    print(f"{steps.num_verifying} steps verify, {steps.num_counted} without a wait of the host")
+    assert steps.num_counted > steps.num_verifying / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["length", "lacking"])
+def test_a_wrong_count_on_the_device_is_noticed(
+    directory: Path, plain: dict[str, Outputs], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The test above relies on this; a draft that has not read the new tokens guesses wrongly."""
+    drafts(monkeypatch)
+    steps, end = Overlapping(monkeypatch), CountedTokens.end
+
+    def wrong(self: CountedTokens, lacking: Any) -> None:
+        end(self, lacking if fault == "length" else lambda counts_B, right_B: torch.zeros_like(right_B))
+        if fault == "length" and self._counts is not None:
+            self._counts.lengths_R.sub_(1).clamp_(min=1)
+
+    monkeypatch.setattr(CountedTokens, "end", wrong)
+    with engine(directory, "decode", "draft_model", path=str(directory), num_tokens=3) as llm:
+        found = llm.generate(PROMPTS, GREEDY)
+    assert steps.num_counted > 0
+    tokens_differ = [one.token_ids for one in found] != plain["greedy"]
+    assert tokens_differ or sum(one.usage.rejected_tokens for one in found) > 0
 
 
 @pytest.mark.parametrize("fault", ["position", "token", "place"])
@@ -312,7 +387,7 @@ def launched(directory: Path, monkeypatch: pytest.MonkeyPatch, *, by_graphs: boo
         monkeypatch.setattr(DraftChain, "fits", lambda self, num_rows: False)
         monkeypatch.setattr(DecodeGraphs, "fits", lambda self, num_rows: False)
     with engine(directory, "breakable", "draft_model", path=str(directory), num_tokens=3) as llm:
-        llm.generate(PROMPTS, GREEDY)
+        llm.generate(PROMPTS, GREEDY.replace(max_tokens=12))
     return min(numbers)
 
 

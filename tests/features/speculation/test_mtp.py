@@ -103,7 +103,7 @@ def test_over_retractions_both_tiers_and_two_ranks(
     as_defined(guesses, quick[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [QUICK, pytest.param("deepseek-v3", marks=pytest.mark.slow)])
 def test_a_layer_that_copies_the_model_is_always_right(variant: str, tmp_path: Path, guesses: list[Guess]) -> None:
     reference = ReferenceMTP(variant)
     reference.copy_model()

@@ -1,16 +1,21 @@
 """Speculation changes no token and leaks no page, whatever a proposer says."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from engine.features.speculation.guesses import TOLD_AT_ONCE
 from engine.features.speculation.messages import NAME, proposals_of
+from engine.features.speculation.overlaps import Overlaps
 from engine.features.speculation.payoff import Payoff
-from engine.messages import Finish
+from engine.features.speculation.planner import SpeculationPlanner, drafts_of
+from engine.messages import Finish, Step
 from engine.scheduling.proposer import DraftModel
+from engine.scheduling.step_builder import NO_APPENDS, InFlight, Wave
 from server.extensions.chaos.sim.liars import KINDS, Everything, Liar, LiarSession
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
-from tests.scheduling.fake_device import VOCAB, next_token
+from tests.scheduling.fake_device import VOCAB, FakeDevice, next_token
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +36,18 @@ def bench_of(liar: Liar, *, drafted: bool, **numbers: int) -> Bench:
     bench = Bench(proposer=DraftModel(path="", num_tokens=liar.num_tokens, max_len=1000), **numbers)
     bench.device.draft = liar.draft
     return bench
+
+
+def counting_bench(kind: str, num: int = 4, **numbers: int) -> Bench:
+    """A bench whose device drafts, and counts which drafted tokens were right."""
+    bench = bench_of(liar(kind, num), drafted=True, **numbers)
+    bench.device.counts = True
+    return bench
+
+
+def num_counted(bench: Bench) -> int:
+    """The number of steps that were planned before the tokens of the step in front were known."""
+    return sum(bool(proposals_of(step).counted) for step in bench.steps)
 
 
 def right(bench: Bench) -> None:
@@ -155,3 +172,98 @@ def test_prompts_that_come_together_are_not_told_to_their_sessions_all_at_once(m
         told.clear()
     assert TOLD_AT_ONCE <= most <= TOLD_AT_ONCE + 8 * 5
     assert all(bench.streams[one] == bench.expected[one] for one in range(8))
+
+
+@pytest.mark.parametrize("kind", ["right", "half", "wrong", "moody"])
+def test_steps_that_verify_overlap_where_the_device_counts(kind: str) -> None:
+    for depth, num, page_size in ((2, 1, 16), (3, 4, 1)):
+        bench = counting_bench(kind, num, depth=depth, page_size=page_size, num_pages=512 // page_size)
+        for request_id in range(5):
+            bench.submit(request_id, prompt_of(3 + 5 * request_id, seed=request_id % 3), max_tokens=1 + 11 * request_id)
+        right(bench)
+        assert num_counted(bench) > len(bench.steps) / (3 if kind == "right" else 8)
+
+
+def test_a_stop_and_a_lost_device_under_steps_that_overlap() -> None:
+    bench = counting_bench("half", page_size=4, num_pages=128, max_running=4, max_len=64)
+    tokens = prompt_of(8, seed=1).tolist()
+    for _ in range(20):
+        tokens.append(next_token(np.array(tokens)))
+    for request_id in range(6):
+        stops = (tokens[-1],) if request_id == 1 else ()
+        bench.submit(request_id, prompt_of(8, seed=request_id), max_tokens=40, ignore_eos=True, stop_token_ids=stops)
+    for _ in range(30):
+        if num_counted(bench):
+            break
+        bench.plan() or bench.deliver()
+    assert bench.planner.num_in_flight == 2
+    lose_the_device(bench)
+    right(bench)
+    assert bench.ends[1] == [Finish.STOP]
+    assert num_counted(bench) > 4
+
+
+@pytest.mark.parametrize("params", [{"logprobs": 1}, {"min_tokens": 3}, {"frequency_penalty": 0.5}])
+def test_rows_that_the_host_samples_keep_steps_from_overlapping(params: dict[str, object]) -> None:
+    bench = counting_bench("right")
+    bench.submit(1, prompt_of(6), max_tokens=30, ignore_eos=True)
+    bench.submit(2, prompt_of(7), max_tokens=30, ignore_eos=True, **params)
+    right(bench)
+    assert num_counted(bench) == 0
+
+
+def _too_few_planned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Overlaps, "num_sampling", lambda self, row: 0)
+
+
+def _pages_of_known_tokens(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SpeculationPlanner, "_grow", lambda self, rows: NO_APPENDS)
+
+
+def _length_stays(patch: pytest.MonkeyPatch) -> None:
+    def stays(self: SpeculationPlanner, record: InFlight, seconds: float) -> None:
+        table = self._table
+        before = table.num_planned.copy(), table.num_computed.copy()
+        completed(self, record, seconds)
+        table.num_planned[:], table.num_computed[:] = before
+
+    completed = SpeculationPlanner.completed
+    patch.setattr(SpeculationPlanner, "completed", stays)
+
+
+def _all_are_right(patch: pytest.MonkeyPatch) -> None:
+    def waves(self: SpeculationPlanner, record: InFlight, wave: Wave) -> list[Wave]:
+        for row, proposed in drafts_of(record).items():
+            at = np.flatnonzero(wave.rows == row)[: len(proposed)]
+            self._drafted[row] = wave.tokens[at].tobytes()
+        return found(self, record, wave)
+
+    found = SpeculationPlanner.waves
+    patch.setattr(SpeculationPlanner, "waves", waves)
+
+
+@pytest.mark.parametrize("mistake", [_too_few_planned, _pages_of_known_tokens, _length_stays, _all_are_right])
+def test_a_mistake_in_steps_that_overlap_is_noticed(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    bench = counting_bench("half", page_size=4, num_pages=128)
+    for request_id in range(4):
+        bench.submit(request_id, prompt_of(9, seed=request_id), max_tokens=40, ignore_eos=True)
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        right(bench)
+
+
+def test_a_token_that_is_sent_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose count stays behind runs the last token of a row again."""
+    bench = counting_bench("right", page_size=4, num_pages=128)
+    run = FakeDevice.run
+
+    def behind(self: FakeDevice, step: Step) -> None:
+        run(self, step)
+        self._lengths[np.unique(proposals_of(step).columns()[0])] -= 1
+
+    monkeypatch.setattr(FakeDevice, "run", behind)
+    bench.submit(1, prompt_of(9), max_tokens=40, ignore_eos=True)
+    with pytest.raises(AssertionError):
+        right(bench)

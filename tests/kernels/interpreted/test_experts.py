@@ -100,11 +100,17 @@ def test_neighbours_have_tiles_that_are_near_and_each_is_done_once(num_tiles, wi
         assert len({tile for tile, _ in pairs[first : first + 4 * columns]}) <= 4
 
 
-MANY_PAIRS = [(7000, 6, 0), (18_000, 31, 0), (5001, 3, 2), (2049, 1, 1)]  # pairs, experts, the first one
+# Pairs, experts, the first one: blocks of 64, the last of them full of pairs or with a single one, and more than 16.
+MANY_PAIRS = [(438, 6, 0), (1125, 31, 0), (320, 3, 2), (129, 1, 1)]
+SMALL_BLOCKS = {"FEW_PAIRS": 128, "PAIRS_AT_ONCE": 64}  # a block is sorted, which the interpreter does number by number
 
 
 @pytest.mark.parametrize(("num_pairs", "num_experts", "first"), MANY_PAIRS)
-def test_many_pairs_are_placed_by_blocks_in_the_same_order(num_pairs: int, num_experts: int, first: int):
+def test_many_pairs_are_placed_by_blocks_in_the_same_order(
+    num_pairs: int, num_experts: int, first: int, monkeypatch: pytest.MonkeyPatch
+):
+    for name, size in SMALL_BLOCKS.items():
+        monkeypatch.setattr(kernel, name, size)
     check_placed(kernel, num_pairs, num_experts, first)
 
 
@@ -118,9 +124,9 @@ def test_many_pairs_are_placed_by_blocks_in_the_same_order(num_pairs: int, num_e
 )
 def test_a_mistake_in_placing_is_found(right: str, wrong: str, tmp_path: Path):
     planted = with_mistake(kernel, right, wrong, tmp_path)
-    planted.BLOCKS_AT_ONCE = 2
+    vars(planted).update(SMALL_BLOCKS, BLOCKS_AT_ONCE=2)
     with pytest.raises(AssertionError):
-        check_placed(planted, 2100, 3, 2)
+        check_placed(planted, 132, 3, 2)
 
 
 def check_placed(module: ModuleType, num_pairs: int, num_experts: int, first: int) -> None:

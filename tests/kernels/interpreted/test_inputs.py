@@ -6,7 +6,7 @@ import torch
 
 from engine.graphs import inputs as torch_inputs
 from engine.kernels.inputs import fill_inputs, write_tokens
-from engine.layers.step import DecodeInputs
+from engine.layers.step import BEHIND, DecodeInputs
 
 NUM_ROWS, MAX_LEN, DUMP = 6, 1500, 99
 
@@ -107,3 +107,20 @@ def test_sampled_tokens_are_written_where_the_next_step_reads_them(num_tokens):
         if place >= 0:
             expected[place] = max(token, 0)
     assert torch.equal(tokens.view(-1), expected)
+
+
+@pytest.mark.parametrize("fill", [fill_inputs, torch_inputs.fill_inputs], ids=["triton", "torch"])
+def test_places_behind_a_length_that_the_device_counts_leave_it_as_it_is(fill):
+    tokens, pages = tables(16)
+    lengths = torch.tensor([40, 1, 3, 8, 700, 5], dtype=torch.int32)
+    rows, given = [4, 4, 4, 1, 0, 0, -1], [BEHIND, BEHIND + 1, BEHIND + 2, -1, BEHIND, BEHIND + 1, -1]
+    inputs = room_for(len(rows), 60)
+    fill(torch.tensor(rows), torch.tensor(given), tokens, pages, lengths, 16, DUMP, inputs)
+    positions = [700, 701, 702, 1, 40, 41, 0]
+    pairs = list(zip(rows, positions, strict=True))[:-1]
+    assert inputs.positions_B.tolist() == positions
+    assert inputs.lengths_B.tolist() == [one + 1 for one in positions]
+    assert inputs.slots_B[:-1].tolist() == [pages[row, at // 16] * 16 + at % 16 for row, at in pairs]
+    assert inputs.write_at_B[:-1].tolist() == [row * (MAX_LEN + 1) + at + 1 for row, at in pairs]
+    assert inputs.token_ids_B[:-1].tolist() == [tokens[row, at] for row, at in pairs]
+    assert lengths.tolist() == [40, 2, 3, 8, 700, 5]

@@ -40,6 +40,10 @@ from engine.plugins.attention.triton.tuning import TileTable, nearest
 
 ROWS_AT_ONCE = 256  # rows whose lengths a program reads together
 PARTS_AT_ONCE = 16  # parts of one row
+MERGED_AT_ONCE = 8192  # numbers of parts: 64 registers of each of 128 threads
+# Of one row's parts for the heads of a program, as one processor reads about 64 bytes a cycle, 110 GB/s: up to here it
+# merges them in the time of another launch.
+MERGED_BYTES = 128 << 10
 LATENT_HEADS = 16  # heads of a program of four warps over latents: the least that tensor cores support
 MOST_LATENT_HEADS = 32  # of one of eight warps: more spill registers
 # Up to here a program merges one head, so that a long row's parts are read in parallel; beyond, launching that many
@@ -95,6 +99,7 @@ class TritonAttention:
             (max_shares, 2, spec.num_heads, spec.value_size), dtype=torch.float32, device=slots_SGH.device
         )
         self._part_weight = torch.empty((max_shares, 2, spec.num_heads), dtype=torch.float32, device=slots_SGH.device)
+        self._arrived = torch.zeros((max_shares, self._num_groups), dtype=torch.int32, device=slots_SGH.device)
         self._batch: AttentionBatch | None = None
         self._num_decodes = 0  # rows of the batch for decode kernels
         self._decode: DecodeTiles = self._default_decode
@@ -143,25 +148,35 @@ class TritonAttention:
     def _attend_decodes(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
         spec, tiles, num_rows = self.spec, self._decode, self._num_decodes
         num_shares = self._num_shares(tiles.programs)
-        shared = self._shared_keys(batch, layer, q_TNH) if num_rows >= LEAST_ROWS and not window else None
+        many = batch.shares and num_rows >= LEAST_ROWS and not window
+        shared = self._shared_keys(batch, layer, q_TNH) if many else None
         parts = (None, None, None) if shared is None else (shared.skips_B, shared.out, shared.weight)
+        merges = self._part_bytes(tiles, num_shares, window) <= MERGED_BYTES
         decode_attention[(self._num_groups, num_shares)](
             q_TNH, out_TNH, self.pool.keys(layer), self.pool.values(layer), batch.page_table_BP, batch.lengths_B,
-            self._part_out, self._part_weight, num_rows, self._scale_log2, q_TNH.stride(0),
+            self._part_out, self._part_weight, self._arrived, num_rows, self._scale_log2, q_TNH.stride(0),
             batch.page_table_BP.stride(0), self._squash, self._sinks(layer), *parts,
             BLOCK_M=max(16, padded(self._group)),  # the least that tensor cores support
-            SHARED=shared is not None, SPLITS=SPLITS,
+            BLOCK_S=min(PARTS_AT_ONCE, max(1, MERGED_AT_ONCE // (padded(self._group) * padded(spec.value_size)))),
+            SHARED=shared is not None, SPLITS=SPLITS, MERGES=merges,
             **self._constants(tiles, window),
         )  # fmt: skip
+        if merges:
+            return
         heads = 1 if num_rows * spec.num_heads <= MAX_MERGE_PROGRAMS else self._group
         merge_parts[(spec.num_heads // heads, num_rows)](
             out_TNH, batch.lengths_B, self._part_out, self._part_weight, num_rows, num_shares, heads,
             self._sinks(layer), *parts,
             NUM_HEADS=spec.num_heads, HEAD_SIZE=spec.value_size, WINDOW=window, SINKS=bool(spec.sinks),
             BLOCK_B=ROWS_AT_ONCE, BLOCK_N=tiles.block_keys, BLOCK_S=PARTS_AT_ONCE, BLOCK_H=padded(spec.value_size),
-            SHARED=shared is not None, SPLITS=SPLITS, BLOCK_P=padded(SPLITS + 1),
+            SHARED=shared is not None, SPLITS=SPLITS,
             num_warps=4, num_stages=2, enable_fp_fusion=FUSION, **self._launch,
         )  # fmt: skip
+
+    def _part_bytes(self, tiles: DecodeTiles, num_shares: int, window: int) -> int:
+        """Return the most bytes that the parts of a row have, for the heads of a program."""
+        most = min(num_shares, window // tiles.block_keys + 2) if window else num_shares
+        return most * self._group * self.spec.value_size * 4
 
     def _shared_keys(self, batch: AttentionBatch, layer: int, q_TNH: Tensor) -> SharedKeys | None:
         """Return what rows share, after attention to it; None for latents, of which programs read few heads each."""

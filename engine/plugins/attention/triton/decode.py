@@ -1,7 +1,7 @@
 """Decode: one query per row over its paged keys, by programs that each work on an equal share of all rows' keys.
 
 Legend: B decode rows, some of them · M query heads of one KV head, padded · N keys of a tile · H value size, padded
-        R numbers of a key beyond its value, padded · S parts of one row
+        R numbers of a key beyond its value, padded · S parts of one row · G query heads that are merged at once, padded
 Owns: the assignment of tiles to programs, one pass over keys and values, and merging the parts of a row.
 Does not know: prompts, the sizes of tiles, which rows share keys (``prefix.py``).
 
@@ -78,15 +78,87 @@ def share_size(num_tiles, num_shares):
     return tl.maximum(tl.cdiv(num_tiles, num_shares), 1)
 
 
+@triton.jit
+def add_parts(
+    out_GH, highest_G, weight_G, part_out, part_weight, place_S, there_S,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Return a sum of parts, its highest score and its weight, with some parts more.  place_S: of their first heads."""
+    g_G = tl.arange(0, BLOCK_G)
+    h_H = tl.arange(0, BLOCK_H)
+    place_SG = place_S[:, None] + g_G[None, :]
+    there_SG = there_S[:, None] & (g_G < HEADS)[None, :]
+    # Past the nearest cache, which may hold what another program has overwritten.
+    log_weight_SG = tl.load(part_weight + place_SG, mask=there_SG, other=-float("inf"), cache_modifier=".cg")
+    part_SGH = tl.load(
+        part_out + place_SG[:, :, None] * HEAD_SIZE + h_H[None, None, :],
+        mask=there_SG[:, :, None] & (h_H < HEAD_SIZE)[None, None, :], other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    new_highest_G = tl.maximum(highest_G, tl.max(log_weight_SG, 0))
+    weight_SG = tl.exp2(log_weight_SG - new_highest_G[None, :])
+    shrink_G = tl.exp2(highest_G - new_highest_G)
+    out_GH = out_GH * shrink_G[:, None] + tl.sum(part_SGH * weight_SG[:, :, None], 0)
+    return out_GH, new_highest_G, weight_G * shrink_G + tl.sum(weight_SG, 0)
+
+
+@triton.jit
+def merge_heads(
+    out, part_out, part_weight, sinks, shared_out, shared_weight, num_rows, row, head, first_share, last_share,
+    row_tiles, skip,
+    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Write HEADS query heads of a row from ``head`` on, out of the row's parts; 0 for a row without any."""
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(HEADS)
+    s_S = tl.arange(0, BLOCK_S)
+    g_G = tl.arange(0, BLOCK_G)
+    h_H = tl.arange(0, BLOCK_H)
+    out_GH = tl.zeros([BLOCK_G, BLOCK_H], tl.float32)
+    # Not -inf: it is subtracted from itself while a block of parts has none.
+    highest_G = tl.full([BLOCK_G], -1e30, tl.float32)
+    weight_G = tl.zeros([BLOCK_G], tl.float32)
+    # All loops count from 0, for the reason that ``decode_attention`` gives.
+    if SHARED:  # noqa: SIM102 - the compiler decides this one
+        if skip > 0:
+            for done in range(0, SPLITS + 1, BLOCK_S):
+                split_S = done + s_S
+                # All splits but those behind the last tile, and the row's own part if it was within one share.
+                there_S = (split_S < SPLITS) & (split_S * tl.cdiv(skip, SPLITS) < skip)
+                there_S = there_S | ((split_S == SPLITS) & (last_share == first_share))
+                place_S = (split_S.to(tl.int64) * num_rows + row) * NUM_HEADS + head
+                out_GH, highest_G, weight_G = add_parts(
+                    out_GH, highest_G, weight_G, shared_out, shared_weight, place_S, there_S,
+                    HEADS, HEAD_SIZE, BLOCK_G, BLOCK_H,
+                )  # fmt: skip
+    if (row_tiles > 0) & ((last_share > first_share) | (skip == 0)):
+        for done in range(0, last_share - first_share + 1, BLOCK_S):
+            share_S = first_share + done + s_S
+            # A row begins in place 1 of its first share, and continues in place 0 of the others.
+            place_S = (share_S * 2 + (share_S == first_share).to(tl.int32)) * NUM_HEADS + head
+            out_GH, highest_G, weight_G = add_parts(
+                out_GH, highest_G, weight_G, part_out, part_weight, place_S, share_S <= last_share,
+                HEADS, HEAD_SIZE, BLOCK_G, BLOCK_H,
+            )  # fmt: skip
+    if (row_tiles > 0) | (skip > 0):
+        if SINKS:
+            sink_G = tl.load(sinks + head + g_G, mask=g_G < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
+            shrink_G, weight_G = join_sink(highest_G, weight_G, sink_G)
+            out_GH = out_GH * shrink_G[:, None]
+        out_GH = out_GH / tl.where(weight_G > 0, weight_G, 1.0)[:, None]
+    place_GH = (row.to(tl.int64) * NUM_HEADS + head + g_G[:, None]) * HEAD_SIZE + h_H[None, :]
+    tl.store(out + place_GH, out_GH.to(out.dtype.element_ty), mask=(g_G < HEADS)[:, None] & (h_H < HEAD_SIZE)[None, :])
+
+
 # Values that vary between steps must not make another variant: compiling one takes a second, while clients wait.
 @triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["page_table", "lengths"])
 def decode_attention(
-    q, out, keys, values, page_table, lengths, part_out, part_weight, num_rows, scale_log2, q_stride, table_stride,
-    squash, sinks, skips, shared_out, shared_weight,
+    q, out, keys, values, page_table, lengths, part_out, part_weight, arrived, num_rows, scale_log2, q_stride,
+    table_stride, squash, sinks, skips, shared_out, shared_weight,
     NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, TAIL: tl.constexpr, SLOT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr, SHARED: tl.constexpr, SPLITS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, SHARED: tl.constexpr, SPLITS: tl.constexpr, MERGES: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute program (head, share): all query heads of one KV head, so that a key is read once for all of them.
 
@@ -98,11 +170,28 @@ def decode_attention(
     one share is written to out directly. keys, values: of q's type, or float8, converted to it here.
     skips: if SHARED, each row's tiles in front that ``shared_attention`` reads; such a row within one share is written
     to the last place of that kernel's parts.
+
+    MERGES: the program that writes the last part of a row merges its parts, BLOCK_S at once, and rows of length 0 are
+    written here; else ``merge_parts`` does both. arrived: int32 [share, NUM_GROUPS], of a row's first share: the parts
+    that are written, 0 between launches. Whichever program is the last, it adds the parts in the order of shares.
     """
     head = tl.program_id(0)  # fastest: neighbours read neighbouring 256-byte pieces of the same slots
     share = tl.program_id(1)
     wait_for_previous(PDL)
     let_next_begin(PDL)
+    m_M = tl.arange(0, BLOCK_M)
+    n_N = tl.arange(0, BLOCK_N)
+    h_H = tl.arange(0, BLOCK_H)
+    live_MH = (m_M < GROUP)[:, None] & (h_H < HEAD_SIZE)[None, :]
+    live_1H = (h_H < HEAD_SIZE)[None, :]
+    place_M = head * GROUP + m_M
+    place_MH = place_M[:, None] * HEAD_SIZE + h_H[None, :]
+    if MERGES:
+        for step in range(0, tl.cdiv(num_rows - share, tl.num_programs(1))):
+            empty = share + step * tl.num_programs(1)
+            if tl.load(lengths + empty) == 0:
+                empty_out = out + empty.to(tl.int64) * (NUM_GROUPS * GROUP * HEAD_SIZE)
+                tl.store(empty_out + place_MH, tl.zeros([BLOCK_M, BLOCK_H], out.dtype.element_ty), mask=live_MH)
     num_tiles = count_tiles(lengths, skips, num_rows, WINDOW, SHARED, BLOCK_B, BLOCK_N)
     size = share_size(num_tiles, tl.num_programs(1))
     tile = share * size
@@ -111,13 +200,6 @@ def decode_attention(
         return
     row, row_begin = find_row(lengths, skips, num_rows, tile, WINDOW, SHARED, BLOCK_B, BLOCK_N)
 
-    m_M = tl.arange(0, BLOCK_M)
-    n_N = tl.arange(0, BLOCK_N)
-    h_H = tl.arange(0, BLOCK_H)
-    live_MH = (m_M < GROUP)[:, None] & (h_H < HEAD_SIZE)[None, :]
-    live_1H = (h_H < HEAD_SIZE)[None, :]
-    place_M = head * GROUP + m_M
-    place_MH = place_M[:, None] * HEAD_SIZE + h_H[None, :]
     query_MH = place_M[:, None] * (HEAD_SIZE + TAIL) + h_H[None, :]
     place_1H = h_H[None, :]
     if TAIL == 0:
@@ -190,6 +272,7 @@ def decode_attention(
                 own = (SPLITS * num_rows + row).to(tl.int64) * (NUM_GROUPS * GROUP)
                 tl.store(shared_out + own * HEAD_SIZE + place_MH, out_MH, mask=live_MH)
                 tl.store(shared_weight + own + place_M, highest_M + tl.log2(weight_M), mask=m_M < GROUP)
+        is_last = whole & (skip > 0)  # of its row's parts
         if whole:  # of a row that shares, what is merged with it comes later
             row_out = out + row.to(tl.int64) * (NUM_GROUPS * GROUP * HEAD_SIZE)
             tl.store(row_out + place_MH, out_MH.to(out.dtype.element_ty), mask=live_MH & (skip == 0))
@@ -198,6 +281,21 @@ def decode_attention(
             tl.store(part_out + part * (NUM_GROUPS * GROUP * HEAD_SIZE) + place_MH, out_MH, mask=live_MH)
             log_weight_M = highest_M + tl.log2(weight_M)
             tl.store(part_weight + part * (NUM_GROUPS * GROUP) + place_M, log_weight_M, mask=m_M < GROUP)
+        if MERGES:
+            first_share = row_begin // size
+            last_share = (row_stop - 1) // size
+            tl.debug_barrier()  # every thread has stored before one of them counts
+            if last_share > first_share:
+                counter = arrived + first_share * NUM_GROUPS + head
+                is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_share - first_share
+                if is_last:
+                    tl.store(counter, 0)
+            if is_last:
+                merge_heads(
+                    out, part_out, part_weight, sinks, shared_out, shared_weight, num_rows, row, head * GROUP,
+                    first_share, last_share, row_tiles, skip,
+                    NUM_GROUPS * GROUP, GROUP, HEAD_SIZE, SINKS, SHARED, SPLITS, BLOCK_S, BLOCK_H,
+                )  # fmt: skip
         tile = last
         row_begin = row_stop
         row += 1
@@ -208,7 +306,7 @@ def merge_parts(
     out, lengths, part_out, part_weight, num_rows, num_shares, heads, sinks, skips, shared_out, shared_weight,
     NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
-    SHARED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge parts, as program (i, row): query heads i * heads ... of one row.  num_shares: the decode launch's.
 
@@ -223,56 +321,10 @@ def merge_parts(
     _, row_tiles = visible_tiles(tl.load(lengths + row), skip, WINDOW, BLOCK_N)
     first_share = row_begin // size
     last_share = (row_begin + tl.maximum(row_tiles, 1) - 1) // size
-    s_S = tl.arange(0, BLOCK_S)
-    h_H = tl.arange(0, BLOCK_H)
     if (row_tiles == 0) | (last_share > first_share) | (skip > 0):
-        # Both loops count from 0, for the reason that ``decode_attention`` gives.
         for number in range(0, heads):
-            head = tl.program_id(0) * heads + number
-            out_H = tl.zeros([BLOCK_H], tl.float32)
-            # Not -inf: it is subtracted from itself while a block of parts has none.
-            highest = -1e30
-            weight = 0.0
-            if SHARED:  # noqa: SIM102 - the compiler decides this one
-                if skip > 0:
-                    s_P = tl.arange(0, BLOCK_P)
-                    # All splits but those behind the last tile, and the row's own part if it was within one share.
-                    there_P = (s_P < SPLITS) & (s_P * tl.cdiv(skip, SPLITS) < skip)
-                    there_P = there_P | ((s_P == SPLITS) & (last_share == first_share))
-                    place_P = (s_P.to(tl.int64) * num_rows + row) * NUM_HEADS + head
-                    log_weight_P = tl.load(shared_weight + place_P, mask=there_P, other=-float("inf"))
-                    part_PH = tl.load(
-                        shared_out + place_P[:, None] * HEAD_SIZE + h_H[None, :],
-                        mask=there_P[:, None] & (h_H < HEAD_SIZE)[None, :],
-                        other=0.0,
-                    )
-                    highest = tl.max(log_weight_P, 0)
-                    weight_P = tl.exp2(log_weight_P - highest)
-                    out_H = tl.sum(part_PH * weight_P[:, None], 0)
-                    weight = tl.sum(weight_P, 0)
-            if (row_tiles > 0) & ((last_share > first_share) | (skip == 0)):
-                for done in range(0, last_share - first_share + 1, BLOCK_S):
-                    share_S = first_share + done + s_S
-                    # A row begins in place 1 of its first share, and continues in place 0 of the others.
-                    part_S = (share_S * 2 + (share_S == first_share).to(tl.int32)) * NUM_HEADS + head
-                    mine_S = share_S <= last_share
-                    log_weight_S = tl.load(part_weight + part_S, mask=mine_S, other=-float("inf"))
-                    part_SH = tl.load(
-                        part_out + part_S[:, None] * HEAD_SIZE + h_H[None, :],
-                        mask=mine_S[:, None] & (h_H < HEAD_SIZE)[None, :],
-                        other=0.0,
-                    )
-                    new_highest = tl.maximum(highest, tl.max(log_weight_S, 0))
-                    weight_S = tl.exp2(log_weight_S - new_highest)
-                    shrink = tl.exp2(highest - new_highest)
-                    out_H = out_H * shrink + tl.sum(part_SH * weight_S[:, None], 0)
-                    weight = weight * shrink + tl.sum(weight_S, 0)
-                    highest = new_highest
-            if (row_tiles > 0) | (skip > 0):
-                if SINKS:
-                    sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-                    shrink, weight = join_sink(highest, weight, sink)
-                    out_H = out_H * shrink
-                out_H = out_H / weight
-            place_H = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_SIZE + h_H
-            tl.store(out + place_H, out_H.to(out.dtype.element_ty), mask=h_H < HEAD_SIZE)
+            merge_heads(
+                out, part_out, part_weight, sinks, shared_out, shared_weight, num_rows, row,
+                tl.program_id(0) * heads + number, first_share, last_share, row_tiles, skip,
+                NUM_HEADS, 1, HEAD_SIZE, SINKS, SHARED, SPLITS, BLOCK_S, BLOCK_H,
+            )  # fmt: skip

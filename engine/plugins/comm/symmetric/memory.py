@@ -5,7 +5,7 @@ Owns: the memory, the kernels that sum in it.  Does not know: NCCL, which sums c
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,21 @@ from engine.plugins.hookspecs import CommContext
 
 DTYPES = (torch.float32, torch.bfloat16)  # supported by the kernel
 ALIGNMENT = 16  # bytes per load of the kernel
+
+
+class Limits(NamedTuple):
+    """The largest sums, in bytes, by each way: whole by every rank, a share by every rank, by the switch.
+
+    by_switch: 0 if the switch between GPUs does not sum."""
+
+    one_shot: int
+    two_shot: int
+    by_switch: int = 0
+
+    @property
+    def most(self) -> int:
+        """The largest sum by any way."""
+        return max(self)
 
 
 class SharedMemory(Protocol):
@@ -32,37 +47,48 @@ class SharedMemory(Protocol):
 class PeerMemory:
     """Symmetric memory of torch, between GPUs that can map each other's memory."""
 
-    def __init__(self, store: Store, context: CommContext, num_bytes: int, one_shot_bytes: int) -> None:
-        """Allocate the memory, on all ranks together.  Raises RuntimeError or AttributeError if it is unavailable.
-
-        one_shot_bytes: the largest sum that each rank computes whole."""
+    def __init__(self, store: Store, context: CommContext, limits: Limits) -> None:
+        """Allocate the memory, on all ranks together.  Raises RuntimeError or AttributeError if it is unavailable."""
         from torch.distributed._symmetric_memory import _SymmetricMemory as Memory  # not in every build
 
         self._group = context.rendezvous  # unique among the groups of the process
         Memory.set_group_info(self._group, context.rank, context.size, store)
         device = torch.device("cuda", torch.cuda.current_device())
-        self._buffer_S = Memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        self._buffer_S = Memory.empty_strided_p2p((max(limits.most, ALIGNMENT),), (1,), torch.uint8, device)
         Memory.rendezvous(self._buffer_S, self._group)
         self._slots = RankSlots(Memory, self._group, context, device)
-        self._one_shot_bytes = one_shot_bytes
+        self._limits = limits
         self._one_shot: Callable[..., object] = torch.ops.symm_mem.one_shot_all_reduce_copy_out.default
         self._two_shot: Callable[..., object] = torch.ops.symm_mem.two_shot_all_reduce_.default
+        self._by_switch: Callable[..., object] = torch.ops.symm_mem.multimem_all_reduce_.default
 
     def sum_into(self, tensor: Tensor) -> None:
         shared = self._buffer_S[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        if tensor.nbytes <= self._one_shot_bytes:
+        if tensor.nbytes <= self._limits.one_shot:
             self._one_shot(shared, tensor, "sum", self._group, tensor)
             return
-        shared.copy_(tensor)  # the kernel begins with a barrier of all ranks
-        self._two_shot(shared, "sum", self._group)
+        add = self._two_shot if tensor.nbytes <= self._limits.two_shot else self._by_switch
+        shared.copy_(tensor)  # both kernels begin with a barrier of all ranks
+        add(shared, "sum", self._group)
         tensor.copy_(shared)  # before this rank's next barrier, behind which others may write here again
 
     def add_norm(self, x_TD: Tensor, part_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor | None:
         slots = self._slots
-        if part_TD.nbytes > self._one_shot_bytes or not slots.kernel.fits(part_TD):
+        if part_TD.nbytes > self._limits.one_shot or not slots.kernel.fits(part_TD):
             return None
         normed_TD: Tensor = slots.kernel.sum_add_norm(slots.memory, x_TD, part_TD, weight_D, eps)
         return normed_TD
+
+
+def has_summing_switch() -> bool:
+    """Return whether the current GPU can be in a group whose switch sums (NVLink SHARP); a trial knows more."""
+    try:
+        from torch.distributed._symmetric_memory import _SymmetricMemory as Memory  # not in every build
+
+        kind: Any = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        return bool(Memory.has_multicast_support(kind, torch.cuda.current_device()))
+    except (ImportError, AttributeError, RuntimeError):
+        return False
 
 
 class RankSlots:

@@ -17,6 +17,7 @@ import torch
 from engine import __version__
 from engine.host.interpreters import import_path, module_command
 from engine.host.kept_results import KeptResults
+from engine.plugins.comm.symmetric.memory import Limits
 from engine.plugins.hookspecs import CommContext
 
 PROCESS = "engine.plugins.comm.symmetric.trial_process"
@@ -26,15 +27,20 @@ KILLED_S = 5.0
 
 
 class MemoryTrial:
-    """One rank's process.  known: whether an earlier trial here was right.
+    """One rank's process.  known: what was wrong in an earlier trial here, '' for nothing; None without one.
 
     command: of the process, which fails with a status that is not 0 and the reason on its last line of stderr."""
 
-    def __init__(self, command: Sequence[str], limit_s: float, kept: KeptResults[bool]) -> None:
+    def __init__(self, command: Sequence[str], limit_s: float, kept: KeptResults[str]) -> None:
         self._command = command
         self._limit_s = limit_s
         self._kept = kept
-        self.known = bool(kept.load())
+        self.known = kept.load()
+
+    @property
+    def path(self) -> Path | None:
+        """The file with the result, without which the next start tries again."""
+        return self._kept.path
 
     def run(self) -> None:
         """Run the process until it ends, at most until the limit.  Raises RuntimeError unless all was right."""
@@ -75,22 +81,24 @@ class MemoryTrial:
             with suppress(subprocess.TimeoutExpired):  # a driver that hangs holds even a process that was killed
                 process.wait(KILLED_S)
 
-    def keep(self) -> None:
-        """Keep for later starts that all ranks' trials were right."""
-        self._kept.keep(True)
+    def keep(self, problem: str) -> None:
+        """Keep for later starts that all ranks' trials were right (''), or what was wrong with one."""
+        self._kept.keep(problem)
 
 
-def new_trial(context: CommContext, one_shot_bytes: int, num_bytes: int, limit_s: float) -> MemoryTrial | None:
+def new_trial(context: CommContext, limits: Limits, limit_s: float) -> MemoryTrial | None:
     """Return the trial of a rank; None without one: for a rank alone, ranks on several machines, or a limit of 0.
 
-    Ranks of one machine meet in a directory that is there until all are connected."""
+    limits: if the switch sums, it alone is tried.  Ranks of one machine meet in a directory that is there until all are
+    connected."""
     if context.size == 1 or not limit_s or not context.rendezvous.startswith("file:"):
         return None
-    sizes = [str(number) for number in (one_shot_bytes, num_bytes, limit_s)]
-    place = [str(context.rank), str(context.size), str(torch.cuda.current_device()), f"{context.rendezvous}.trial"]
+    sizes = [str(number) for number in (*limits, limit_s)]
+    where = f"{context.rendezvous}.trial{limits.by_switch or ''}"
+    place = [str(context.rank), str(context.size), str(torch.cuda.current_device()), where]
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     system = [path.read_text() if path.exists() else "" for path in (BOOT_ID, DRIVER)]
-    holds_for = ([str(gpu.uuid) for gpu in gpus], context.size, sizes[:2], torch.__version__, __version__, system)
+    holds_for = ([str(gpu.uuid) for gpu in gpus], context.size, sizes[:3], torch.__version__, __version__, system)
     about = f"{context.size} of {gpus[0].name}"
     command = module_command(PROCESS, *place, *sizes)
-    return MemoryTrial(command, limit_s, KeptResults("shared memory", about, holds_for, bool))
+    return MemoryTrial(command, limit_s, KeptResults("shared memory", about, holds_for, str))

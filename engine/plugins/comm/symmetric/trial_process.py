@@ -2,7 +2,7 @@
 
 Owns: what is computed.  Does not know: the engine, what its result is used for.
 
-    python -m engine.plugins.comm.symmetric.trial_process RANK SIZE GPU RENDEZVOUS ONE_SHOT_BYTES BYTES SECONDS
+    python -m engine.plugins.comm.symmetric.trial_process RANK SIZE GPU RENDEZVOUS ONE_SHOT TWO_SHOT BY_SWITCH SECONDS
 """
 
 import os
@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.plugins.comm.symmetric.memory import ALIGNMENT, DTYPES, PeerMemory, SharedMemory
+from engine.plugins.comm.symmetric.memory import ALIGNMENT, DTYPES, Limits, PeerMemory, SharedMemory
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.support.rendezvous import open_store
 
@@ -83,16 +83,17 @@ def numbers(like: Tensor, rank: int, turn: int) -> Tensor:
     return (places * (2 * rank + 3) * (turn + 2) // 5 % 29).to(like.dtype)
 
 
-def main(rank: str, size: str, gpu: str, rendezvous: str, one_shot_bytes: str, num_bytes: str, limit_s: str) -> None:
-    """Check the memory of this rank's GPU."""
+def main(rank: str, size: str, gpu: str, rendezvous: str, *numbers: str) -> None:
+    """Check the memory of this rank's GPU.  numbers: the three limits of sums, and seconds."""
+    *sizes, limit_s = numbers
     signal.alarm(int(float(limit_s)) + 1)  # the kernel ends this process, even if all here hangs and the engine is gone
     threading.Thread(target=end_with_starter, args=(sys.stdin.fileno(),), name="trial-starter", daemon=True).start()
     torch.cuda.set_device(int(gpu))
     context = CommContext(int(rank), int(size), "cuda", rendezvous)
     store = open_store(NAME, rendezvous, context.rank, context.size, float(limit_s))
-    one_shot, largest = int(one_shot_bytes), int(num_bytes)
-    memory = PeerMemory(store, context, largest, one_shot)
-    check_memory(memory, context.rank, context.size, "cuda", sizes_between(one_shot, largest, context.size))
+    limits = Limits(*map(int, sizes))
+    memory = PeerMemory(store, context, limits)
+    check_memory(memory, context.rank, context.size, "cuda", sizes_tried(limits, context.size))
     torch.cuda.synchronize()
     store.set(f"right{rank}", "1")
     store.wait([f"right{one}" for one in range(context.size)])  # until then others read this rank's memory
@@ -107,11 +108,13 @@ def end_with_starter(pipe: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def sizes_between(one_shot_bytes: int, num_bytes: int, num_ranks: int) -> list[int]:
-    """Return sizes of sums for both ways, and at their borders: wholes of the ranks' loads."""
+def sizes_tried(limits: Limits, num_ranks: int) -> list[int]:
+    """Return sizes of sums: of the switch if it sums, else for both other ways; at their borders, in whole loads."""
     unit = ALIGNMENT * num_ranks
-    wanted = (unit, one_shot_bytes, one_shot_bytes + unit, (one_shot_bytes + num_bytes) // 2, num_bytes)
-    return sorted({whole for one in wanted if unit <= (whole := one // unit * unit) <= num_bytes})
+    least, most = limits.two_shot if limits.by_switch else 0, limits.most
+    middle = least if limits.by_switch else limits.one_shot
+    wanted = (least + unit, middle, middle + unit, (middle + most) // 2, most)
+    return sorted({whole for one in wanted if least < (whole := one // unit * unit) <= most})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from engine.actors.actor import Actor, Link
 from engine.actors.inboxes import ExecutorInbox, FromExecutor
@@ -256,20 +257,37 @@ class SimDevice:
                 self._landing.append(on_device)
                 self._mark("pages back from host")
 
+    def _counted(self, step: Step, counted: list[int]) -> Step:
+        """The step with the positions that rows really have, of those whose lengths the device counts."""
+        proposals = proposals_of(step)
+        named, positions, _ = proposals.columns()
+        rows, starts, positions = ints(step.prefill_rows), ints(step.prefill_starts).copy(), positions.copy()
+        for at in np.flatnonzero(np.isin(rows, counted)).tolist():
+            row, more = rows[at], starts[at] - self._computed[rows[at]]
+            if more < 0:
+                raise SimIncorrect(f"step {step.step_id}: row {row} is planned for {-more} tokens less than it has")
+            starts[at] -= more
+            positions[named == row] -= more
+            self._mark("tokens counted by the device")
+        moved = structs.replace(proposals, positions=positions.astype(np.int32).tobytes())
+        return structs.replace(step, prefill_starts=starts.astype(np.int32).tobytes(), parts=step.parts | moved.part())
+
     def _forward(self, step: Step) -> StepDone:
+        if counted := ints(proposals_of(step).counted).tolist():
+            step = self._counted(step, counted)
         rows = ints(step.decode_rows)
         starts: np.ndarray = self._computed[rows]
         lengths: np.ndarray = np.ones(len(rows), dtype=np.int64)
         samples = lengths
         proposed = self._propose(step) if SPECULATION in step.parts else {}
-        if untold := self._overrun.intersection(rows.tolist()):
+        if untold := self._overrun.intersection(rows.tolist()).difference(counted):
             raise SimIncorrect(f"step {step.step_id}: rows {sorted(untold)} decode, and no segment gives their start")
         if step.prefill_rows:
             rows = np.concatenate((rows, ints(step.prefill_rows)))
             starts = np.concatenate((starts, ints(step.prefill_starts)))
             lengths = np.concatenate((lengths, ints(step.prefill_lengths)))
             samples = np.concatenate((samples, ints(step.prefill_samples)))
-            self._overrun.difference_update(rows.tolist())
+            self._overrun.difference_update(set(rows.tolist()).difference(counted))
         ends = starts + lengths
         known = self._known[rows]
         for row, wanted in proposed.items():
@@ -333,7 +351,7 @@ class SimDevice:
         by_row = {row: np.array(one, np.int32).tobytes() for row, one in proposed.items() if DRAFTED not in one}
         for _ in by_row:
             self._mark("tokens drafted")
-        return {SPECULATION: drafted_part(by_row)}
+        return {SPECULATION: drafted_part(by_row, most_places=len(self._known) * 4)}
 
     def _propose(self, step: Step) -> dict[int, list[int]]:
         """Write proposed tokens behind the known ones; returns them by row."""

@@ -46,6 +46,7 @@ MARKS = (
     "stop token",
     "the store failed",
     "token after the end dropped",
+    "tokens counted by the device",
     "tokens drafted",
     "masks late",
     "rows take turns",
