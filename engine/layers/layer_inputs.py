@@ -51,7 +51,7 @@ class LayerInputs:
 
 
 class InputGate:
-    """out(activation(gate(x)) * input), whole on each rank: it is narrow."""
+    """The product out(activation(gate(x)) * input), whole on each rank: it is narrow."""
 
     def __init__(
         self, shape: InputGateShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype

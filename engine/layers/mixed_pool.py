@@ -22,7 +22,7 @@ Heads = tuple[int, int]
 
 
 class LayerPlaces:
-    """Where the layers lie.  heads, lenders: as in ``AttentionSpec``.
+    """The places of layers in the memory.  heads, lenders: as in ``AttentionSpec``.
 
     width: W.  count: number of places.  of: (place, part of it) of each layer.  shares: layers of a place, for each."""
 

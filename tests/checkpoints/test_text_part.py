@@ -136,8 +136,8 @@ SHARING = TEXT | {
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
 }
-# Decoders that transformers computes: the kind, the decoder's class, its text section, the prefix of its tensors.
-THROUGH: dict[str, tuple[str, str, dict[str, Any], str]] = {
+# Decoders written alone, under their names in the whole: the kind, the class, its text section, the prefix of tensors.
+DECODERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     # Embeddings of each layer, a window, keys and values that the last layers share.  Its vision tower needs timm.
     "gemma3n_text": (
         "Gemma3n",
@@ -263,9 +263,9 @@ def in_stacks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", THROUGH)
-def test_decoders_through_transformers_give_its_tokens(name: str, tmp_path: Path) -> None:
-    kind, stem, text, prefix = THROUGH[name]
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_alone_gives_the_tokens_of_its_class(name: str, tmp_path: Path) -> None:
+    kind, stem, text, prefix = DECODERS[name]
     config_class = CONFIG_MAPPING[name.split()[0]]
     torch.manual_seed(5)
     reference = getattr(transformers, f"{stem}ForCausalLM")(

@@ -88,7 +88,7 @@ for line in sys.stdin:
 
 
 class Forks:
-    """What trees generate, each in a fork of one process."""
+    """One process that forks for each tree and returns what the tree generates."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
