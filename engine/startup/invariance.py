@@ -57,7 +57,7 @@ def require_provable(plan: Model, device: torch.device) -> None:
     """Raise ConfigError for a model with a part that is known to differ there, or that is not tried.  plan: its
     shapes."""
     if not isinstance(plan, Decoder) or plan.task_head is not None:
-        fault = "only the decoder that most families share supports it, for models that generate text"
+        fault = "only callboard's own families that generate text, with the same heads in all layers, support it"
     elif plan.attention_spec.latent_size:
         fault = "this model's pages keep latents, for which there is no proof"
     elif device.type != "cpu" and plan.shape.experts:

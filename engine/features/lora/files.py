@@ -166,7 +166,7 @@ def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str
     """Return a model's rules.  Raises ConfigError if it takes no adapters."""
     fault = ""
     if shape.built_by != DecoderShape.built_by:
-        fault = "only the decoder that most families share takes adapters; leave it empty"
+        fault = "models that transformers computes, or whose heads differ by layer, take no adapters; leave it empty"
     elif numerics == "invariant":
         fault = "adapters do not work with model.numerics=invariant: their sums depend on the batch; set it to fast"
     elif not (modules := adaptable_modules(shape)):

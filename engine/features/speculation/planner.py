@@ -81,7 +81,8 @@ class SpeculationPlanner(PlannerFeature):
         decode_rows = step.decode_rows
         again = {row: self._recomputed(row) for row in decode_rows.tolist() if row in self._overrun}
         room = self._max_step_tokens - len(decode_rows) - step.num_prompt_tokens - sum(again.values())
-        drafts: Drafts = dict.fromkeys(again, ()) | self._draft(decode_rows.tolist(), room)
+        drafts: Drafts = dict.fromkeys(again, ())
+        drafts |= self._draft(decode_rows.tolist(), room)
         self._overrun.difference_update(drafts)
         self._awaits_tokens = any(drafts.values()) or bool(self._overrun)  # a row that sits out may return at any time
         self._overlaps.planned(decode_rows, drafts)
