@@ -218,9 +218,10 @@ class Drafter:
         return Drafted(rows_B, counts_B, said_BD)
 
     def count(self, *, given: bool) -> None:
-        """Count the drafted tokens of the last step that were right, on the device.  Call it when that is queued, whole.
+        """Count the drafted tokens of the last step that were right, on the device, behind all parts of that step.
 
-        given: they are in its result.  If not, or if drafting has failed, none counts, and what the draft has read of the rows is not known."""
+        given: they are in its result.  If not, or if drafting has failed, none counts, and the draft may have read
+        anything of the rows."""
         if given and self._has_drafted:
             self._counted.end(self._lacking)
             return
