@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import msgspec
 
 from engine.checkpoints.gguf_families import (
     BY_ARCHITECTURE,
+    CONVOLUTIONS,
     EPS,
     FAMILIES,
     FIELDS,
+    FLAT,
     NAMES,
     OPTIONAL,
     OTHER_EPS,
@@ -41,10 +44,10 @@ LINK = "model.gguf"
 SUFFIX = ".gguf"
 TABLE = "gguf_tensors.json"
 SIGMOID = 2  # value of expert_gating_func
-UNFOLDING = 6  # part of the directory's name: raise it when its content changes
+UNFOLDING = 7  # part of the directory's name: raise it when its content changes
 STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
 FLOATS = {"F64", "F32", "F16", "BF16"}
-TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(\.weight|\.bias|)")
 
 
 def unfold(path: Path) -> Path:
@@ -133,16 +136,26 @@ def _named(
         if tensor.name in (DIVISORS, SHORT, LONG) or ".nextn." in tensor.name:
             continue  # part of the configuration, or of layers that predict several tokens
         path, found = paths[tensor.part], TENSOR.fullmatch(tensor.name)
-        own_name = None if found is None else names.get(f"{found[2]}.{found[3]}")
+        own_name = None if found is None else names.get(f"{found[2]}{found[3]}")
         if found is None or (own_name is None and found[2] not in names):
             raise WeightsError(f"{path}: tensor {tensor.name!r} is not known")
-        layer = "" if found[1] is None else f"model.layers.{found[1]}."
-        name = layer + (own_name or f"{names[found[2]]}.{found[3]}")
-        parts = _experts(path, tensor) if "#" in name else [tensor]
+        layer = "" if found[1] is None else f"{family.layers}.{found[1]}."
+        name = layer + (own_name or f"{names[found[2]]}{found[3]}")
+        parts = _experts(path, tensor) if "#" in name else [_shaped(tensor, f"{found[2]}{found[3]}")]
         for number, part in enumerate(parts):
             own = name.replace("#", str(number))
             named[own] = (StoredTensor(path, own, "F32", part.shape, part.num_bytes), part)
     return named
+
+
+def _shaped(tensor: GGUFTensor, name: str) -> GGUFTensor:
+    """Return a tensor in the shape that the model has.  name: without its layer."""
+    shape = tensor.shape
+    if name in FLAT:
+        shape = (prod(shape),)
+    elif name in CONVOLUTIONS and len(shape) == 2:
+        shape = (shape[0], 1, shape[1])
+    return msgspec.structs.replace(tensor, shape=shape)
 
 
 def _experts(path: Path, stack: GGUFTensor) -> list[GGUFTensor]:
@@ -189,17 +202,16 @@ def _config(paths: Sequence[Path], header: GGUFHeader) -> dict[str, Any]:
         elif key in FIELDS and key not in optional:
             raise WeightsError(f"{path}: {prefix}.{key} is missing")
     tensors = _named(paths, header.tensors, family)
-    table = tensors.get("model.embed_tokens.weight")
+    table = tensors.get(f"{family.embedding}.weight")
     if table is None or len(table[0].shape) != 2:
         raise WeightsError(f"{path}: there is no matrix 'token_embd.weight'")
     config["vocab_size"] = table[0].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    config["attention_bias"] = f"model.layers.0.self_attn.{family.bias}.bias" in tensors
-    if family.optional_norms:
-        config["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in tensors
+    for field, end in {"attention_bias": f"self_attn.{family.bias}.bias", **family.present}.items():
+        config[field] = f"{family.layers}.0.{end}" in tensors
     if "model.layers.0.self_attn.k_b_proj.0.weight" in tensors:
         config["split_kv_b_proj"] = True
-    config |= _layers(prefix, header, config)
+    config |= _layers(prefix, header, family, config)
     window = value(f"{prefix}.attention.sliding_window")
     if window is not None and "attention.sliding_window" not in family.fields:
         raise WeightsError(f"{path}: {prefix}.attention.sliding_window is {window}, expected none")
@@ -210,17 +222,23 @@ def _config(paths: Sequence[Path], header: GGUFHeader) -> dict[str, Any]:
     config[family.rotary] = rotary_settings(path, prefix, header, family, config)
     ends = (value("tokenizer.ggml.eos_token_id"), value("tokenizer.ggml.eot_token_id"))
     config["eos_token_id"] = [one for one in dict.fromkeys(ends) if one is not None]
-    kinds = {tensor.kind for _, tensor in tensors.values() if len(tensor.shape) > 1}
+    kinds = {tensor.kind for _, tensor in tensors.values() if len(tensor.shape) == 2}
     config[STORED_FORMATS] = sorted(kinds - FLOATS)
     halves = {"F16": "float16", "BF16": "bfloat16"}
     config["dtype"] = halves.get(min(kinds), "float32") if len(kinds) == 1 else "float32"
     return config
 
 
-def _layers(prefix: str, header: GGUFHeader, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the number of layers without those behind the last, and which ones have a window."""
-    number, behind = config["num_hidden_layers"], header.value(f"{prefix}.nextn_predict_layers")
+def _layers(prefix: str, header: GGUFHeader, family: GGUFFamily, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of layers without those behind the last, and which ones have a window or no attention."""
+    number, behind = config.get("num_hidden_layers"), header.value(f"{prefix}.nextn_predict_layers")
     found: dict[str, Any] = {}
+    heads = config.get("num_key_value_heads")
+    if family.kinds and isinstance(heads, list) and heads and all(isinstance(one, int) for one in heads):
+        found["layer_types"] = [family.kinds[one > 0] for one in heads]
+        found["num_key_value_heads"] = max(heads)
+    if header.value(f"{prefix}.rope.scaling.finetuned"):
+        found["position_embedding_type"] = "rope"  # Granite's hybrids have none without it
     if isinstance(number, int) and isinstance(behind, int):
         found["num_hidden_layers"] = number - behind
     pattern = header.value(f"{prefix}.attention.sliding_window_pattern")

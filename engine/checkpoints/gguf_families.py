@@ -38,6 +38,17 @@ NAMES = {
 }  # fmt: skip
 HEAD_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 SHARED = {f"ffn_{one}_shexp": f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")}
+HEADS_NORMED = {"use_qk_norm": "self_attn.q_norm.weight"}
+# Tensors whose shapes differ: convolutions have no axis for their one input, and numbers of heads or groups have one.
+CONVOLUTIONS, FLAT = {"ssm_conv1d.weight", "shortconv.conv.weight"}, {"ssm_a", "ssm_d", "ssm_norm.weight"}
+MAMBA = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_dt.bias": "mamba.dt_bias", "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
+}  # fmt: skip
+MAMBA_SIZES = {
+    "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+}  # fmt: skip
 SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -55,7 +66,9 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     log_scale: factor of the logarithmic factor of YaRN that gives mscale; 0 for files without.
     partial: whether the number of rotated elements of a head is given.
     bias: the projection whose bias decides attention_bias.
-    optional_norms: whether the norms of heads decide use_qk_norm.
+    present: a field of config.json -> the end of a tensor's name whose presence it states.
+    kinds: the kinds of layers without attention and with it, if the number of key/value heads of each decides it.
+    embedding, layers: what the names of the embedding's tensor and of a layer's tensors begin with.
     paired: whether rows of queries and keys are reordered, so that pairs that rotate are neighbours.
     shifted: whether the weights of norms have 1 added.
     by_width: number of layers of the model whose scores are scaled by hidden size / heads instead of the head size.
@@ -71,7 +84,10 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     log_scale: float = 0.0
     partial: bool = False
     bias: str = "o_proj"
-    optional_norms: bool = False
+    present: Mapping[str, str] = {}
+    kinds: tuple[str, ...] = ()
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
     paired: bool = False
     shifted: bool = False
     by_width: int = 0
@@ -99,6 +115,10 @@ ROUTED = {
     **COUNTS,
 }
 LOCAL = {"expert_count": "num_local_experts", **COUNTS}
+GRANITE_FACTORS = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
 
 
 def _llama4(**settings: Any) -> GGUFFamily:
@@ -154,6 +174,24 @@ def _deepseek(version: int, **settings: Any) -> GGUFFamily:
     )
 
 
+def _lfm2(architecture: str, model_type: str, fields: Mapping[str, str], **settings: Any) -> GGUFFamily:
+    mlp = {"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"}
+    return GGUFFamily(
+        architecture=architecture,
+        model_type=model_type,
+        names={
+            "token_embd_norm": "model.embedding_norm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
+            "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+            "attn_output": "self_attn.out_proj",
+            **{f"shortconv.{one}": f"conv.{one}" for one in ("conv", "in_proj", "out_proj")},
+            **mlp, **_experts("feed_forward", "w1", "w3", "w2"), "exp_probs_b.bias": "feed_forward.expert_bias",
+        },
+        fields={"shortconv.l_cache": "conv_L_cache", **fields},
+        settings=settings,
+        kinds=("conv", "full_attention"),
+    )  # fmt: skip
+
+
 def _gemma(number: int, by_width: int, fields: Mapping[str, str], rotary: str = "rope_parameters") -> GGUFFamily:
     return GGUFFamily(
         architecture=f"Gemma{number}ForCausalLM",
@@ -180,7 +218,7 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         architecture="CohereForCausalLM",
         model_type="cohere",
         fields={OTHER_EPS: "layer_norm_eps", "logit_scale": "logit_scale"},
-        optional_norms=True,
+        present=HEADS_NORMED,
     ),
     "deepseek2": _deepseek(2, topk_method="group_limited_greedy", n_group=1, topk_group=1),
     # Early files have no number of groups: those of V3, with 256 experts, have its groups, and Kimi K2's have one.
@@ -193,6 +231,20 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         names={"post_attention_norm": SANDWICH["post_attention_norm"], "post_ffw_norm": SANDWICH["post_ffw_norm"]},
         fields=WINDOW,
         settings={"sliding_window": None},
+    ),
+    "falcon-h1": GGUFFamily(
+        architecture="FalconH1ForCausalLM",
+        model_type="falcon_h1",
+        names={
+            "output_norm": "model.final_layernorm",
+            "ffn_norm": "pre_ff_layernorm.weight",  # as the converter has it, without '.weight'
+            "ffn_norm.weight": "pre_ff_layernorm.weight",
+            **{f"ffn_{one}": f"feed_forward.{one}_proj" for one in ("gate", "up", "down")},
+            **MAMBA,
+        },
+        fields={**MAMBA_SIZES, "ssm.inner_size": "mamba_d_ssm"},
+        settings={"mamba_norm_before_gate": False},  # constant factors are part of the weights
+        present={"mamba_rms_norm": "mamba.norm.weight"},
     ),
     "gemma2": _gemma(
         2, 46,
@@ -221,7 +273,7 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         },
         fields=ROUTED,
         partial=True,
-        optional_norms=True,
+        present=HEADS_NORMED,
         bias="q_proj",
     ),
     "gpt-oss": GGUFFamily(
@@ -236,19 +288,61 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         settings={"experts_in_stacks": False},
         stretch={"truncate": False},
     ),
-    "granite": GGUFFamily(
-        architecture="GraniteForCausalLM",
-        model_type="granite",
-        fields={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
+    "gpt2": GGUFFamily(
+        architecture="GPT2LMHeadModel",
+        model_type="gpt2",
+        names={
+            "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+            "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
         },
+        fields={
+            "context_length": "n_positions",
+            "embedding_length": "n_embd",
+            "block_count": "n_layer",
+            "feed_forward_length": "n_inner",
+            "attention.head_count": "n_head",
+            OTHER_EPS: "layer_norm_epsilon",
+        },
+        settings={"transposed": False},
+        embedding="transformer.wte",
+        layers="transformer.h",
+    ),
+    "granite": GGUFFamily(
+        architecture="GraniteForCausalLM", model_type="granite", fields=GRANITE_FACTORS, paired=True
+    ),
+    "granitehybrid": GGUFFamily(
+        architecture="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        names={
+            **{f"ffn_{one}": f"shared_mlp.{one}_proj" for one in ("gate", "up", "down")},
+            **{f"ffn_{one}_shexp": f"shared_mlp.{one}_proj" for one in ("gate", "up", "down")},
+            **_experts("block_sparse_moe", *PROJECTIONS, router="router.layer"),
+            **MAMBA,
+        },
+        fields={
+            **GRANITE_FACTORS, **MAMBA_SIZES, **LOCAL,
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        settings={"num_local_experts": 0, "projections_in_stacks": False},
+        kinds=("mamba", "attention"),
         paired=True,
     ),
     "hunyuan-dense": GGUFFamily(
         architecture="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense", names=HEAD_NORMS
+    ),
+    "lfm2": _lfm2("Lfm2ForCausalLM", "lfm2", {}, block_auto_adjust_ff_dim=False),
+    "lfm2moe": _lfm2(
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        {
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "num_dense_layers",
+            **COUNTS,
+        },
+        norm_topk_prob=True,
     ),
     "llama": GGUFFamily(architecture="LlamaForCausalLM", model_type="llama", paired=True),
     "llama with experts": GGUFFamily(

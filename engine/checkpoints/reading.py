@@ -149,17 +149,14 @@ def decoder(
 
     tied: value if config.json has none.  norm, offset: name and offset of the last norm.
 
-    With longrope a sequence ends at the original length: a longer one would change all its keys.
     Raises WeightsError if no layer has attention."""
     if all(layer.attention is None for layer in layers):
         kinds = next((name for name in KINDS_OF_LAYERS if fields.has(name)), KINDS_OF_LAYERS[0])
         raise fields.error(kinds, fields.table.get(kinds), "attention in at least one layer")
-    rotaries = [layer.attention.rotary for layer in layers if layer.attention is not None]
-    ends = [one.original_max_len for one in rotaries if one is not None and one.kind == "longrope"]
     return DecoderShape(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
-        max_len=min([sizes.max_len, *ends]),
+        max_len=sizes.max_len,
         layers=tuple(layers),
         norm=read_norm(fields, norm, offset=offset),
         unread=unread,
@@ -330,10 +327,7 @@ def _read_yarn(scaling: Fields, theta: float, original: int, max_len: int) -> Ro
 
 
 def _read_longrope(scaling: Fields, theta: float, original: int, max_len: int, pairs: int) -> RotaryShape:
-    """Return the factors of sequences up to the original length (Ding et al. 2024); ``decoder`` ends them there.
-
-    If longer ones have the same factors, as in a GGUF file, sequences may be as long as the context.
-    """
+    """Return both sets of factors (Ding et al. 2024); a GGUF file may have only one."""
     tables = {}
     for name in ("short_factor", "long_factor"):
         factors = scaling.table.get(name)
@@ -341,11 +335,13 @@ def _read_longrope(scaling: Fields, theta: float, original: int, max_len: int, p
             raise scaling.error(name, factors, f"a list of {pairs} numbers, one for each rotated pair")
         tables[name] = tuple(Fields({name: one}, scaling.origin).number(name) for one in factors)
     stretch = scaling.number("factor", max_len / original)
+    long, short = tables["long_factor"], tables["short_factor"]
     return RotaryShape(
         kind="longrope",
         theta=theta,
-        original_max_len=max_len if tables["long_factor"] == tables["short_factor"] else original,
-        factors=tables["short_factor"],
+        original_max_len=original,
+        factors=long if max_len > original else short,
+        short_factors=short if long != short and max_len > original else (),
         attention_factor=scaling.number(
             "attention_factor", math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
         ),

@@ -29,7 +29,9 @@ class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
     factor: by how much the context was extended.  original_max_len: its length before.
     low_freq_factor, high_freq_factor: for llama3.  beta_fast, beta_slow, truncate: for yarn.
     turned: for proportional, pairs that turn; the frequencies of the others are 0.
-    factors: for longrope, a divisor for each pair.  attention_factor: factor of cos and sin.
+    factors: for longrope, a divisor for each pair.  short_factors: those in their place if no sequence is longer than
+    original_max_len; () if they are the same (``DecoderShape.for_length``).
+    attention_factor: factor of cos and sin.
     """
 
     kind: str = "default"
@@ -43,9 +45,23 @@ class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
     truncate: bool = True
     turned: int = 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it has the factors of sequences that are at most ``original_max_len`` long, and not the others."""
+        return self.factors == self.short_factors != ()
+
+    def for_length(self, longest: int) -> "RotaryShape":
+        """Return the embedding of sequences that all have at most ``longest`` tokens."""
+        return (
+            replace(self, factors=self.short_factors)
+            if self.short_factors and longest <= self.original_max_len
+            else self
+        )
 
 
 class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -896,6 +912,29 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
             for layer in self.layers
         ]
         return replace(self, layers=tuple(layers))
+
+    def for_length(self, longest: int) -> Self:
+        """Return the shape that serves sequences of at most ``longest`` tokens; 0 for all that it was trained for.
+
+        With longrope all tokens have the short factors, or all have the long ones: a sequence that came to need the
+        others would change its keys, and those of pages that it shares."""
+        if not longest or longest >= self.max_len or not any(one.short_factors for one in self.rotaries):
+            return self
+        layers = []
+        for layer in self.layers:
+            attention = layer.attention
+            if attention is not None and attention.rotary is not None:
+                attention = replace(attention, rotary=attention.rotary.for_length(longest))
+            layers.append(replace(layer, attention=attention))
+        shape = replace(self, layers=tuple(layers))
+        return replace(
+            shape, max_len=min([self.max_len, *(one.original_max_len for one in shape.rotaries if one.is_short)])
+        )
+
+    @property
+    def rotaries(self) -> tuple[RotaryShape, ...]:
+        """The rotary embedding of each layer that has one."""
+        return tuple(one.rotary for one in self.attentions if one.rotary is not None)
 
     @property
     def attentions(self) -> tuple[AttentionShape | LatentAttentionShape, ...]:

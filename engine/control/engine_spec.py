@@ -85,6 +85,7 @@ def engine_spec(
     # Headers only, and now: a damaged file must not cost the time of importing torch.
     stored = stored_tensors(directory) if config.model.load_format == "safetensors" else {}
     max_len = _max_len(config, model)
+    _log_factors(model, max_len)
     stages.begin("tokenizer")
     codec = plugin_codec(config, directory, model.use) if present is None else present.codec
     name = _model_name(config) if present is None else present.model_name
@@ -131,6 +132,22 @@ def _model_name(config: Config) -> str:
     path = Path(config.model.path)
     own = model_name(path) if path.suffix == SUFFIX else path.name
     return config.model.name or (DEMO_NAME if config.model.path == DEMO else own)
+
+
+def _log_factors(model: ModelSpec, max_len: int) -> None:
+    """Log which factors of longrope all tokens have, if there are two sets of them."""
+    rotary = next((one for one in model.shape.rotaries if one.short_factors), None)
+    if rotary is None:
+        return
+    kind, why = ("short", "at most") if rotary.is_short else ("long", "more than")
+    log.info(
+        "longrope: all tokens have the %s factors, as the context of %d tokens is %s the original one of %d%s",
+        kind,
+        max_len,
+        why,
+        rotary.original_max_len,
+        "" if rotary.is_short else f"; model.max_model_len={rotary.original_max_len} gives the short ones",
+    )
 
 
 def _row_len(model: ModelSpec, max_len: int) -> int:

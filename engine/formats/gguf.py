@@ -44,6 +44,8 @@ class GGUFWeights:
             weight = self._decoded(rows, source, stored.file)[0]
             if self._shift and name.endswith("norm.weight"):
                 weight = weight - self._shift
+            if name.endswith(".A_log"):
+                weight = weight.neg().log()  # a file has the rates themselves, below 0
             return weight.narrow(dim, start, length)
         weight = self._decoded(rows if whole else rows[start : start + length], source, stored.file)
         weight = weight.view(-1, *source.shape[1:])

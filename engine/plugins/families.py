@@ -40,7 +40,7 @@ class ListedFamily:
 def read_model(directory: Path, section: PluginsSection | None = None, model: ModelSection | None = None) -> ModelSpec:
     """Read the description of a checkpoint's model.
 
-    section: the families to try before the built-in ones.  model: settings of its tokenizer and its use.
+    section: the families to try before the built-in ones.  model: settings of its tokenizer, its use and its length.
     Raises WeightsError with the file, field and expectation; PluginError for a plugin that fails; ConfigError for
     divided experts in a model without experts."""
     model = model or ModelSection()
@@ -48,6 +48,7 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
     shapes = partial(read_shape, section or PluginsSection())
     id_of = partial(token_id, Path(model.tokenizer or directory))
     spec = read_spec(directory, shapes, tokens, id_of, checkpoint_features())
+    spec = replace(spec, shape=spec.shape.for_length(model.max_model_len))
     if model.experts != "cut":
         spec = replace(spec, shape=_with_divided_experts(spec, model.experts))
     return spec

@@ -29,8 +29,8 @@ def shape_of(family: str, without: tuple[str, ...] = (), **changes: Any) -> Deco
 
 
 @pytest.mark.parametrize("family", sorted(VARIANTS))
-def test_with_longrope_a_sequence_ends_where_other_factors_begin(family: str) -> None:
-    """Longer ones would need other keys from their first token on."""
+def test_with_longrope_one_set_of_factors_serves_every_length(family: str) -> None:
+    """Longer sequences would need other keys from their first token on."""
     layers = shape_of(family).layers[::-1]
     attention = next(layer.attention for layer in layers if layer.attention.rotary is not None)
     turned = attention.rotary.size or attention.head_size
@@ -38,10 +38,14 @@ def test_with_longrope_a_sequence_ends_where_other_factors_begin(family: str) ->
     scaling: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, **length}
     if turned != attention.head_size and not family.startswith("Deepseek"):  # whose rotated part has its own size
         scaling["partial_rotary_factor"] = turned / attention.head_size
-    for factors, most in ((long, 64), (short, 512)):
+    for factors in (long, short):
         whole = {**scaling, "long_factor": factors}
         sets = {"full_attention": whole, "sliding_attention": {"rope_theta": 1e4}} if family == "Gemma3" else whole
-        assert shape_of(family, rope_parameters=sets, **length).max_len == most
+        read = shape_of(family, rope_parameters=sets, **length)
+        for given, most, expected in ((0, 512, factors), (65, 512, factors), (64, 64, short), (9, 64, short)):
+            shape = read.for_length(given)
+            stretched = {one.factors for one in shape.rotaries if one.kind == "longrope"}
+            assert (shape.max_len, stretched) == (512 if factors is short else most, {tuple(expected)})
 
 
 @pytest.mark.parametrize("family", WITH_WINDOWS)
@@ -70,7 +74,7 @@ def test_a_phi_3_has_its_class_length_or_says_its_own_beside_the_rotary_settings
     assert scaling.pop(name) == 256
     long = {"max_position_embeddings": 4 * default}
     expected = shape_of("Phi3", **long, rope_parameters=scaling, **{name: default})
-    assert expected.max_len == default
+    assert (expected.max_len, expected.for_length(default).max_len) == (4 * default, default)
     for inner in ({}, {name: default}):
         assert shape_of("Phi3", (name,), **long, rope_parameters={**scaling, **inner}) == expected
     for place in ("rope_parameters", "rope_scaling"):

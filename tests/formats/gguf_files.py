@@ -26,10 +26,12 @@ KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
 }
 EPS, OTHER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-PAIRED = ("llama", "granite", "mistral3", "smollm3")
+PAIRED = ("llama", "granite", "granitehybrid", "mistral3", "smollm3")
 SHIFTED = ("gemma2", "gemma3", "nemotron")
 TURNED = {"glm4": 0.5, "glm4moe": 0.5, "minimax-m2": 0.5, "nemotron": 0.5, "phi3": 1.0}  # part of a head that rotates
 PATTERNED = ("exaone4", "olmo2")  # files of these say which layers have a window
+ATTENDING = {"lfm2": ("full_attention",), "lfm2moe": ("full_attention",)}
+ATTENDING["granitehybrid"] = ("attention", "full_attention")
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)$")
 STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")
 
@@ -40,6 +42,7 @@ def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str,
     experts: type of the stacks of experts, whose numbers must not change by it."""
     config, kind = model.config, {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    adapt = ADAPTED.get(architecture, lambda arrays, _: arrays)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in _facts(model, architecture, keys).items():
         _add(writer, f"{architecture}.{key}", value)
@@ -51,22 +54,26 @@ def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str,
         arrays = _split(arrays, config)
     if architecture == "apertus":
         arrays = _numbers_as_settings(writer, arrays)
-    for name, array in _stacked(_separated(arrays)).items():
-        stem, _, end = name.rpartition(".")
+    for name, array in _stacked(
+        _separated(_recurrent(adapt(arrays, config), getattr(config, "mamba_n_groups", 1)))
+    ).items():
+        stem = name.rpartition(".")[0]
         if architecture in PAIRED and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
             array = reordered(array, heads)
         if architecture in SHIFTED and name.endswith("norm.weight"):
             array = array + 1
-        short = names.get_name(stem)
+        merged = architecture == "lfm2moe" and ".experts." in name
+        short = names.get_name(name.removeprefix("model.") if merged else name, (".weight", ".bias"))
         assert short is not None, f"the package has no name for {name}"
-        kind = gguf.GGMLQuantizationType[experts if short.endswith("_exps") and end == "weight" else "F32"]
+        kind = gguf.GGMLQuantizationType[experts if short.endswith("_exps.weight") else "F32"]
         data = array if kind.name == "F32" else quantize(array, kind)
-        writer.add_tensor(f"{short}.{end}", data, raw_dtype=kind)
-    if config.rope_parameters.get("rope_type") == "llama3":
+        writer.add_tensor(short, data, raw_dtype=kind)
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(config))
     for side in ("short", "long"):
-        if factors := config.rope_parameters.get(f"{side}_factor"):
+        if factors := rotary.get(f"{side}_factor"):
             writer.add_tensor(f"rope_factors_{side}.weight", np.array(factors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -83,6 +90,52 @@ def rounded(array: Array, kind: str) -> Array:
 def reordered(array: Array, heads: int) -> Array:
     """Rows of queries or keys as the converter writes them for llama."""
     return np.ascontiguousarray(array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape))
+
+
+def _upright(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
+    """Return GPT-2's matrices as [outputs, inputs]."""
+    return {
+        name: np.ascontiguousarray(array.T) if re.search(r"\.c_\w+\.weight$", name) else array
+        for name, array in arrays.items()
+    }
+
+
+def _multiplied(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
+    """Return Falcon-H1's weights with its constant factors in them."""
+    into, state = config.attention_in_multiplier, config.mamba_n_groups * config.mamba_d_state
+    sizes = (config.mamba_d_ssm, config.mamba_d_ssm, state, state, config.mamba_n_heads)
+    factors = {
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+        "q_proj": into,
+        "k_proj": into * config.key_multiplier,
+        "v_proj": into,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "in_proj": config.ssm_in_multiplier * np.repeat(config.ssm_multipliers, sizes)[:, None],
+    }
+    return {name: (array * factors.get(name.split(".")[-2], 1)).astype(np.float32) for name, array in arrays.items()}
+
+
+ADAPTED = {"gpt2": _upright, "falcon-h1": _multiplied}
+
+
+def _recurrent(arrays: dict[str, Array], groups: int) -> dict[str, Array]:
+    """Return the numbers of recurrent layers as they are written: rates, not their logarithms, and other axes."""
+    parts: dict[str, Array] = {}
+    for name, array in arrays.items():
+        if name.endswith("A_log"):
+            array = -np.exp(array)
+        if name.endswith((".A_log", ".D")):
+            array = array[:, None]
+        if name.endswith((".conv1d.weight", ".conv.conv.weight")):
+            array = np.ascontiguousarray(array.squeeze(1))
+        if name.endswith(".mamba.norm.weight"):
+            array = array.reshape(groups, -1)
+        parts[name.replace(".dt_bias", ".dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")] = array
+    return parts
 
 
 def _divisors(config: Any) -> Array:
@@ -102,9 +155,19 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> dict[str, Any]:
     config = model.config
+    if architecture == "gpt2":
+        return {key: getattr(config, name) for key, name in keys.items()} | {"feed_forward_length": 4 * config.n_embd}
     facts: dict[str, Any] = {key: getattr(config, name) for key, name in {**KEYS, **keys}.items()}
     if OTHER_EPS not in keys:
-        facts[EPS] = config.rms_norm_eps
+        facts[EPS] = config.norm_eps if architecture.startswith("lfm2") else config.rms_norm_eps
+    if architecture in ATTENDING:
+        kinds = getattr(config, "layers_block_type", None) or config.layer_types
+        heads = [config.num_key_value_heads if kind in ATTENDING[architecture] else 0 for kind in kinds]
+        facts["attention.head_count_kv"] = heads
+    if architecture == "lfm2" and config.block_auto_adjust_ff_dim:
+        multiple = config.block_multiple_of
+        size = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
+        facts["feed_forward_length"] = -(-size // multiple) * multiple
     rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
     theta, size = rotary["rope_theta"], getattr(config, "head_dim", None)
     if size:
@@ -179,12 +242,17 @@ def _separated(arrays: dict[str, Array]) -> dict[str, Array]:
         if name.endswith("e_score_correction_bias"):
             parts[name.replace("_bias", ".bias")] = array
         elif name.endswith("shared_mlp.input_linear.weight"):
-            base = name.replace("shared_mlp.input_linear.weight", "mlp.")
+            base = name.replace("shared_mlp.input_linear.weight", _beside(arrays, "mlp."))
             parts |= dict(zip((f"{base}gate_proj.weight", f"{base}up_proj.weight"), np.split(array, 2), strict=True))
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            base = name.replace("block_sparse_moe.input_linear.weight", "mlp.experts.")
+            for side, own in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+                parts[f"{base}{side}_proj.weight"] = np.ascontiguousarray(own)
         elif name.endswith("sinks"):
             parts[f"{name}.weight"] = array
         elif found is None:
-            parts[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = array
+            name = name.replace("shared_mlp.output_linear", f"{_beside(arrays, 'mlp.')}down_proj")
+            parts[name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")] = array
         else:
             base, end = name[: found.start()], ".bias" if found[2] else ".weight"
             rows = array if found[2] else array.swapaxes(1, 2)
@@ -196,6 +264,11 @@ def _separated(arrays: dict[str, Array]) -> dict[str, Array]:
             for side, own in zip(("gate", "up"), sides, strict=True):
                 parts[f"{base}.experts.{side}_proj{end}"] = np.ascontiguousarray(own)
     return parts
+
+
+def _beside(arrays: dict[str, Array], name: str) -> str:
+    """Return the name of Granite's MLP: that of a shared expert if there are experts."""
+    return "mlp.shared_experts." if any("block_sparse_moe" in one for one in arrays) else name
 
 
 def _stacked(arrays: dict[str, Array]) -> dict[str, Array]:

@@ -20,7 +20,7 @@ from engine.plugins.testing.threads import on_ranks
 from engine.types.errors import WeightsError
 from tests.formats.gguf_files import KEYS, OTHER_EPS, rounded, write
 from tests.formats.test_quantized import PROMPT, assert_equal
-from tests.models.checkpoints import LATER, NOT_PLAIN, VARIANTS, build, reference_logits
+from tests.models.checkpoints import HYBRID, LATER, NOT_PLAIN, VARIANTS, build, random_tokens, reference_logits
 from tests.models.conftest import load
 from tests.own_cache import use_own_cache
 
@@ -35,6 +35,13 @@ ROUTED = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_weights_scale": "routed_scaling_factor",
     "leading_dense_block_count": "first_k_dense_replace",
+}
+SHARED = {"expert_shared_feed_forward_length": "shared_intermediate_size"}
+SSM = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
 }
 GROUPED = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 GRANITE = {
@@ -52,6 +59,8 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     "ernie4-5-plain": ("ernie4_5", {}),
     "exaone4": ("exaone4", WINDOW),
     "exaone4-no-window": ("exaone4", {}),
+    "falcon-h1": ("falcon-h1", SSM | {"ssm.inner_size": "mamba_d_ssm"}),
+    "falcon-h1-plain": ("falcon-h1", SSM | {"ssm.inner_size": "mamba_d_ssm"}),
     "gemma2": (
         "gemma2",
         {
@@ -64,9 +73,33 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     "glm4": ("glm4", {}),
     "glm4-moe": ("glm4moe", ROUTED | {"expert_weights_norm": "norm_topk_prob"}),
     "gpt-oss": ("gpt-oss", {**WINDOW, **EXPERTS}),
+    "gpt2": (
+        "gpt2",
+        {
+            "context_length": "n_positions",
+            "embedding_length": "n_embd",
+            "block_count": "n_layer",
+            "attention.head_count": "n_head",
+            OTHER_EPS: "layer_norm_epsilon",
+        },
+    ),
     "granite": ("granite", GRANITE),
+    "granite4-hybrid": ("granitehybrid", GRANITE | SSM | SHARED),
+    "granite4-hybrid-nope": ("granitehybrid", GRANITE | SSM | SHARED | EXPERTS),
     "granite4-dense": ("granite", GRANITE | {"feed_forward_length": "shared_intermediate_size"}),
     "hunyuan": ("hunyuan-dense", {}),
+    "lfm2": ("lfm2", {"shortconv.l_cache": "conv_L_cache"}),
+    "lfm2-moe": (
+        "lfm2moe",
+        {
+            "shortconv.l_cache": "conv_L_cache",
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+    ),
     "llama4-plain": (
         "llama4",
         {
@@ -115,6 +148,12 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> None:
         even = {"rope_parameters": changes["rope_parameters"] | {"mscale": 0.8}}
         monkeypatch.setitem(VARIANTS, f"{variant}-even", (stem, changes | even))
     monkeypatch.setitem(VARIANTS, "nemotron-plain", ("Nemotron", {"head_dim": 16}))
+    hybrid = {"mamba_proj_bias": False, "position_embedding_type": None}
+    monkeypatch.setitem(
+        VARIANTS, "granite4-hybrid-nope", ("GraniteMoeHybrid", HYBRID["granite4-hybrid-experts"][1] | hybrid)
+    )
+    falcon = HYBRID["falcon-h1-normed"][1] | {"attention_bias": False, "mamba_norm_before_gate": False}
+    monkeypatch.setitem(VARIANTS, "falcon-h1-plain", ("FalconH1", falcon))
     llama4 = {"no_rope_layers": None, "floor_scale": 8192, "attn_scale": 0.1, "attention_chunk_size": 8192}
     llama4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     monkeypatch.setitem(VARIANTS, "llama4-plain", ("Llama4", LATER["llama4"][1] | llama4))
@@ -131,6 +170,13 @@ def test_a_file_computes_what_the_checkpoint_does(variant: str, tmp_path: Path) 
     reference = build(variant)
     write(tmp_path / "tiny.gguf", reference, *FILES[variant])
     assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+def test_a_file_with_two_sets_of_factors_is_read_beyond_its_original_length(tmp_path: Path) -> None:
+    reference, tokens = build("phi4-longrope"), random_tokens(300, 2)
+    write(tmp_path / "tiny.gguf", reference, *FILES["phi4-longrope"])
+    got = Driver(load(read_model(resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")))).step({"a": tokens})["a"]
+    torch.testing.assert_close(got, reference_logits(reference, tokens), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])

@@ -70,15 +70,18 @@ by `python -m tests.models.test_families`.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
   are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and those whose experts lie in one
   tensor (gpt-oss, Llama 4, Mistral 4): these are refused at start. MXFP4 is for gpt-oss. GGUF files are read for all
-  families but GPT-2, Mistral 4, DeepSeek V3.2, GLM-4.7-Flash, GLM-5 and those with recurrent layers, with experts in
-  any type of blocks (`pytest tests/formats/test_gguf_families.py`).
+  families but Mistral 4, DeepSeek V3.2, GLM-4.7-Flash, GLM-5 and Gemma 4, and of those with recurrent layers for LFM2,
+  Granite 4 and Falcon-H1, with experts in any type of blocks (`pytest tests/formats/test_gguf_families.py`).
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2) need `attention.triton` or `attention.torch`. Attention sinks (gpt-oss) and latents
   (DeepSeek) need one of these, or `flash_attn` with FA3 (for sinks SGLang's build); `flash_mla` decodes over latents.
   `auto` measures those that are installed; the other backends are refused by name.
-- With longrope (Phi-3, Phi-4) sequences end at the original length, up to which transformers uses the short factors: a
-  longer one would need other keys from its first token on. Where the long factors are the same, they do not end there.
-  Dynamic scaling changes nothing within the length that a model was trained for.
+- With longrope (Phi-3.5, Phi-4-mini) one set of factors serves all tokens, and the log says which: the long ones, or
+  the short ones with a `model.max_model_len` of at most the original length (4,096). transformers changes the set with
+  a sequence's length: up to the original length it computes what the short ones do here, beyond it what the long ones
+  do. A sequence that changed it here would change the keys of pages that others share; vLLM and llama.cpp choose by the
+  context as well. Through transformers sequences end at the original length. Dynamic scaling changes nothing within the
+  length that a model was trained for.
 - Two settings of Gemma 3 differ from transformers. One with `attn_logit_softcapping`, which transformers reads and
   ignores, is refused. `truncate` of YaRN counts in each of the two sets of rotary settings; transformers looks for it
   beside them, so it takes true.

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, layer norms with biases, as many KV heads as query heads.
 
-Its linear layers are stored as [inputs, outputs], and q, k and v as one."""
+Its linear layers are stored as [inputs, outputs], or in a GGUF file as others, and q, k and v as one."""
 
 from engine.checkpoints.reading import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from engine.checkpoints.shape import AttentionShape, DecoderShape, LayerNormShape, LayerShape, MLPShape, Names
@@ -23,6 +23,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     fields.demand("add_cross_attention", False, "there is no encoder")
     activation = fields.choice("activation_function", "gelu_new", ACTIVATIONS)
     eps = fields.number("layer_norm_epsilon", 1e-5)
+    transposed = fields.flag("transposed", True)
     layer = LayerShape(
         before_attention=LayerNormShape(name="ln_1", eps=eps),
         attention=AttentionShape(
@@ -35,7 +36,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
             name="attn",
             merged="c_attn",
             output="c_proj",
-            transposed=True,
+            transposed=transposed,
         ),
         before_mlp=LayerNormShape(name="ln_2", eps=eps),
         mlp=MLPShape(
@@ -44,7 +45,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
             up="c_fc",
             down="c_proj",
             bias=True,
-            transposed=True,
+            transposed=transposed,
         ),
     )
     max_len = fields.integer("n_positions", 1024)

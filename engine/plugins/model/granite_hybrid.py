@@ -31,14 +31,14 @@ def callboard_model(context: ModelContext) -> DecoderShape:
 
 
 def _mlp(fields: Fields) -> PartShape:
-    """Return the MLP, beside which experts may be."""
-    activation = read_activation(fields)
+    """Return the MLP, beside which experts may be.  A GGUF file has gate and up apart, and experts one by one."""
+    activation, in_stacks = read_activation(fields), fields.flag("projections_in_stacks", True)
     mlp = GatedShape(
         intermediate_size=fields.integer("shared_intermediate_size", 1024, maximum=MAX_WIDTH),
         activation=activation,
         name="shared_mlp",
-        merged="input_linear",
-        down="output_linear",
+        merged="input_linear" if in_stacks else "",
+        down="output_linear" if in_stacks else "down_proj",
     )
     num_experts = fields.integer("num_local_experts", 8, minimum=0, maximum=MAX_EXPERTS)
     if not num_experts:
@@ -51,8 +51,8 @@ def _mlp(fields: Fields) -> PartShape:
         router=RouterShape(name="router.layer"),
         beside=mlp,
         name="block_sparse_moe",
-        stacked=True,
-        halved=True,
-        upright=True,
+        stacked=in_stacks,
+        halved=in_stacks,
+        upright=in_stacks,
         stacks=("input_linear.weight", "output_linear.weight"),
     )

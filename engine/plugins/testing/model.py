@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,7 +66,8 @@ def check_model(
     reference.save_pretrained(directory)
     spec: list[ModelSpec] = []
     with findings.case("config.json is read"):
-        spec.append(read_spec(directory, _reader(hook, options or {})))
+        found = read_spec(directory, _reader(hook, options or {}))
+        spec.append(replace(found, shape=found.shape.for_length(LONGEST_PROMPT + OUTPUT_LEN)))
     if not spec:
         findings.conclude()
     load = _Loading(spec[0])
