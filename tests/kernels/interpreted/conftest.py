@@ -24,8 +24,8 @@ def as_on_a_device():
 
 @pytest.fixture
 def float8_as_a_gpu_rounds_it(monkeypatch: pytest.MonkeyPatch):
-    """The interpreter rounds 31.6 to 16: it drops what carries over from the mantissa to the exponent.  And it reads NaN
-    as 480."""
+    """The interpreter rounds 31.6 to 16: it drops what carries over from the mantissa to the exponent.  It reads NaN as
+    480."""
     import triton.language as tl
     from triton.runtime import interpreter
 
