@@ -4,6 +4,7 @@ Owns: the order of that, and the next choice if 'auto' has chosen a backend that
 Does not know: which backends there are, kernels.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -63,11 +64,13 @@ class RankAttention:
         self._plugins = plugins
         self._spec = spec
         self._measured = measured
-        self._context = context_of(spec.widest, page_size, device, dtype, layout, kv_dtype, invariant)
+        widest = replace(spec.widest, window=spec.window)  # one backend is for all layers, also for those with a window
+        self._context = context_of(widest, page_size, device, dtype, layout, kv_dtype, invariant)
         self._choices = choose_attention(plugins, self._context, measured=measured)
         for choice in self._choices:
             if not choice.info.built_in:
-                try_foreign(choice, spec.widest, page_size, device, dtype, layout, kv_dtype)
+                for _, one in spec.kinds:
+                    try_foreign(choice, one, page_size, device, dtype, layout, kv_dtype)
 
     def build(self, pool: KVPool) -> AttentionBackend:
         """Return one backend, or two behind one.  Raises PluginError if one chosen by name cannot be built."""

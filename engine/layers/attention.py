@@ -54,17 +54,20 @@ class AttentionSpec:
 
     @property
     def kinds(self) -> list[tuple[list[int], "AttentionSpec"]]:
-        """The kinds of layers by heads and window: numbers of the layers of each, and their attention alone."""
-        own = self.heads or ((self.num_kv_heads, self.head_size),) * self.num_layers
+        """The kinds of layers by heads and window: numbers of the layers of each, and their attention alone.
+
+        If heads do not differ, all layers are of one kind."""
+        if not self.heads:
+            return [([*range(self.num_layers)], self)]
         by_kind: dict[tuple[int, int, int], list[int]] = {}
-        for layer, heads in enumerate(own):
+        for layer, heads in enumerate(self.heads):
             by_kind.setdefault((*heads, self.window_of(layer)), []).append(layer)
         return [(layers, self._alone(layers, *kind)) for kind, layers in by_kind.items()]
 
     @property
     def widest(self) -> "AttentionSpec":
         """The attention of the widest layers alone; all of it if layers do not differ."""
-        return max((one for _, one in self.kinds), key=lambda one: one.head_size) if self.heads else self
+        return max((one for _, one in self.kinds), key=lambda one: one.head_size)
 
     def _alone(self, layers: list[int], num_kv_heads: int, head_size: int, window: int) -> "AttentionSpec":
         return replace(

@@ -24,20 +24,22 @@ Heads = tuple[int, int]
 class LayerPlaces:
     """The places of layers in the memory.  heads, lenders: as in ``AttentionSpec``.
 
-    width: W.  count: number of places.  of: (place, part of it) of each layer.  shares: layers of a place, for each."""
+    width: W.  count: number of places.  of: (place, part of it) of each layer.  shares: layers of a place, for each.
+    Places follow their first layers, so no layer before ``number`` reads place ``number``: what lands layer by layer in
+    a plain pool may land place by place here."""
 
     def __init__(self, heads: Sequence[Heads], lenders: Sequence[int]) -> None:
         widths = [count * size for count, size in heads]
         owners = [layer for layer, lender in enumerate(lenders) if layer == lender]
         self.width = lcm(*(widths[layer] for layer in owners))
         self.shares = [self.width // width for width in widths]
-        self.count = 0
-        found: dict[int, tuple[int, int]] = {}
-        for share in sorted({self.shares[layer] for layer in owners}):
+        places: list[list[int]] = []  # the layers of each
+        for share in {self.shares[layer] for layer in owners}:
             alike = [layer for layer in owners if self.shares[layer] == share]
-            for number, layer in enumerate(alike):
-                found[layer] = self.count + number // share, number % share
-            self.count += -(-len(alike) // share)
+            places += [alike[first : first + share] for first in range(0, len(alike), share)]
+        places.sort()
+        self.count = len(places)
+        found = {layer: (place, part) for place, own in enumerate(places) for part, layer in enumerate(own)}
         self.of = [found[lender] for lender in lenders]
 
 

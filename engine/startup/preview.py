@@ -82,14 +82,14 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
 
 
 def preview_attention(config: Config) -> tuple[AttentionSpec, torch.device, torch.dtype]:
-    """Return the attention of this model on one rank, its device and its type, without loading it.
+    """Return the attention of this model's widest layers on one rank, its device and its type, without loading it.
 
     Raises ConfigError if the device is not here, WeightsError if the model is not."""
     device = choose_device(config.device, 0)
     spec = read_model(resolve_checkpoint(config.model.path, config.model.revision), config.plugins, config.model)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     plan = build_model(spec.shape, Unconnected(0, config.device.tensor_parallel), torch.device("meta"), dtype)
-    return plan.attention_spec, device, dtype
+    return plan.attention_spec.widest, device, dtype
 
 
 def _spec_at_hand(config: Config) -> ModelSpec | None:

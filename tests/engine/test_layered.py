@@ -1,12 +1,15 @@
 """A model whose layers differ in their heads gives transformers' tokens in every way to keep and move its pages."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from callboard import LLM, SamplingParams
-from engine.types.errors import ConfigError
+from engine.config import Config, build_config
+from engine.startup.preview import preview_attention
+from engine.types.errors import ConfigError, WeightsError
 from tests.models.checkpoints import LAYERED, build, random_tokens, reference_logits, save
 
 pytestmark = pytest.mark.slow
@@ -47,7 +50,8 @@ def test_tokens_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "scales have no room": {"kv": {"dtype": "int8"}},
-    "numerics=invariant": {"model": {"numerics": "invariant"}},
+    "with the same heads in all layers, support it": {"model": {"numerics": "invariant"}},
+    "whose heads differ by layer, take no adapters": {"lora": {"folder": "."}},
 }
 
 
@@ -58,3 +62,24 @@ def test_what_is_not_there_is_refused(said: str, tmp_path: Path) -> None:
     config = plain | {name: plain.get(name, {}) | keys for name, keys in REFUSED[said].items()}
     with pytest.raises(ConfigError, match=said), LLM(directory, progress=False, config=config):
         pass
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "vocab_size_per_layer_input is 200, expected": {"vocab_size_per_layer_input": 200},
+    "layer 3 to have heads as layer 1": {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 64}}},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_config_without_a_meaning_is_refused(said: str, tmp_path: Path) -> None:
+    directory = save(build("gemma4"), tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | WRONG[said]))
+    with pytest.raises(WeightsError, match=said), LLM(directory, progress=False, config={"device": {"kind": "cpu"}}):
+        pass
+
+
+def test_backends_are_measured_in_the_widest_layers(tmp_path: Path) -> None:
+    tables = {"model": {"path": str(save(build("gemma4"), tmp_path))}, "device": {"kind": "cpu"}}
+    spec, *_ = preview_attention(build_config(Config(), tables))
+    assert (spec.head_size, spec.num_layers, spec.heads) == (32, 2, ())

@@ -84,7 +84,8 @@ by `python -m tests.models.test_families`.
   beside them, so it takes true.
 - Gemma 4's layers keep pages as large as their own heads, and layers that read the keys and values of others keep none
   (`pytest tests/layers/test_mixed_pool.py`). It is refused with `kv.dtype = "int8"`, LoRA, invariant numerics and
-  EAGLE-3; a decode step on a CPU is not one call of C. On a GPU it has not been tried.
+  EAGLE-3; a decode step on a CPU is not one call of C. On a GPU it has not been tried: its heads of 512 are computed by
+  torch there, as the other kernels take 256 at most.
 - A decoder of no family is computed by its class in transformers, if that is installed (`pip install
   'callboard[transformers]'`): see below.
 

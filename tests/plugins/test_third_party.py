@@ -92,6 +92,24 @@ def test_ours_are_not_wrapped() -> None:
     assert isinstance(start(AttentionNames(prefill="torch")), TorchAttention | CompiledAttention)
 
 
+LAYERS_DIFFER = AttentionSpec(
+    3, 4, 1, 32, 1.0, 8, full_layers=(2,), heads=((2, 16), (2, 16), (1, 32)), lenders=(0, 1, 2)
+)
+
+
+def test_one_is_tried_with_every_kind_of_layer(publish: Publish) -> None:
+    publish(build="spec = replace(spec, window=0)")  # the widest layers have no window
+    with pytest.raises(PluginError, match="gives wrong results or none on a trial"):
+        start(spec=LAYERS_DIFFER)
+
+
+def test_one_without_windows_is_for_no_layer_of_a_model_with_some(install: Install) -> None:
+    source = SOURCE.replace('"api": 1', '"api": 1, "window": False').replace("CHANGE", "pass").replace("BUILD", "pass")
+    install("acme-theirs", {"attention.theirs": "acme_theirs"}, {"acme_theirs.py": source})
+    with pytest.raises(PluginError, match="a sliding window of 8 tokens, it does none"):
+        start(spec=LAYERS_DIFFER)
+
+
 def test_two_are_behind_one(publish: Publish) -> None:
     publish()
     assert isinstance(start(AttentionNames(prefill="torch", decode="theirs")), SplitAttention)

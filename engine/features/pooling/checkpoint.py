@@ -103,10 +103,8 @@ class PoolingCheckpoints(CheckpointFeature):
         has_labels = shape.task_head is not None
         pooling = read_pooling(reading, has_labels=has_labels)
         if pooling.kind != "generate" and shape.built_by != DecoderShape.built_by:
-            other = f"{reading.architecture} is computed by another"
-            raise WeightsError(
-                f"{reading.directory}: {pooling} is served by callboard's own families only, and {other}"
-            )
+            only = f"only by the decoder that most families share, and {reading.architecture} has another"
+            raise WeightsError(f"{reading.directory}: {pooling} is served {only}")
         if unknown := [one for one in pooling.score_ids if one >= shape.vocab_size]:
             last = f"the model's last is {shape.vocab_size - 1}"
             raise WeightsError(f"{reading.directory}: a score is read from the logit of token {unknown[0]}, but {last}")

@@ -28,11 +28,14 @@ class RowCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step's drafts.  ends_B: number of known tokens.  at_BD: places of drafted tokens in the flat token table."""
+    """A step's drafts.  ends_B: numbers of known tokens; None if only the device has them, in the next.
 
-    rows_B: Tensor
-    counts_B: Tensor
-    ends_B: Tensor
+    at_BD: places of drafted tokens in the flat token table, and others behind those of a row."""
+
+    rows_B: Int32
+    counts_B: npt.NDArray[np.int64]
+    ends_B: Int32 | None
+    counted_ends_B: Tensor | None
     at_BD: Tensor
     said_BD: Tensor
 
@@ -42,7 +45,7 @@ class CountedTokens:
 
     def __init__(self, rows: DeviceRows, num_tokens: int) -> None:
         self._rows = rows
-        self._num_tokens = num_tokens
+        self._nth_D = np.arange(num_tokens, dtype=np.int64)
         self._counts: RowCounts | None = None
         self._begun: _Begun | None = None
 
@@ -57,18 +60,28 @@ class CountedTokens:
         """Return the drafted tokens, int32[B, D], before their step.  ends_B: numbers of known tokens; None if counted.
 
         counts_B: numbers of drafted tokens, 0 for a row whose tokens do not count whatever they are."""
-        known_B = np.zeros(len(rows_B), dtype=np.int64) if ends_B is None else ends_B.astype(np.int64)
-        rows, given, counts = self._rows.upload(np.stack((rows_B.astype(np.int64), known_B, counts_B)))
-        if ends_B is None:
+        flat = self._rows.tokens_RM.view(-1)
+        counted_ends_B = None
+        at_BD = rows_B.astype(np.int64)[:, None] * self._rows.tokens_RM.shape[1] + self._nth_D
+        if ends_B is not None:
+            # A place that is not drafted may lie behind the table.
+            at = self._rows.upload(np.minimum(at_BD + ends_B[:, None], len(flat) - 1).reshape(-1))
+        else:
             assert self._counts is not None, "no lengths are kept"
-            given = self._counts.lengths_R.index_select(0, rows) + 1
-        tokens_RM = self._rows.tokens_RM
-        nth_D = torch.arange(self._num_tokens, device=rows.device)
-        # A place that is not drafted may lie behind the table.
-        at_BD = torch.where(nth_D < counts[:, None], (rows * tokens_RM.shape[1] + given)[:, None] + nth_D, 0)
-        said_BD = tokens_RM.view(-1).index_select(0, at_BD.view(-1)).view_as(at_BD)
-        self._begun = _Begun(rows, counts, given, at_BD, said_BD)
+            rows, first = self._rows.upload(np.stack((rows_B.astype(np.int64), at_BD[:, 0])))
+            nth_D = self._rows.upload(self._nth_D)
+            counted_ends_B = self._counts.lengths_R.index_select(0, rows) + 1
+            at = ((first + counted_ends_B)[:, None] + nth_D).clamp_(max=len(flat) - 1).view(-1)
+        said_BD = flat.index_select(0, at).view(at_BD.shape)
+        self._begun = _Begun(rows_B, counts_B, ends_B, counted_ends_B, at, said_BD)
         return said_BD
+
+    def put(self, rows_B: Int32, ends_B: Int32) -> None:
+        """Note numbers of known tokens of rows that have been drafted for without a result: none was right."""
+        self._begun = None
+        if (counts := self._counts) is not None:
+            rows, lengths = self._rows.upload(np.stack((rows_B, ends_B)).astype(np.int64))
+            counts.lengths_R.index_copy_(0, rows, lengths.to(torch.int32))
 
     def end(self, lacking: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Compare the drafted tokens with those that their step has sampled in their places.
@@ -77,9 +90,12 @@ class CountedTokens:
         if (begun := self._begun) is None or (counts := self._counts) is None:
             return
         self._begun = None
-        found_BD = self._rows.tokens_RM.view(-1).index_select(0, begun.at_BD.view(-1)).view_as(begun.at_BD)
-        nth_D = torch.arange(self._num_tokens, device=found_BD.device)
-        is_right_BD = (found_BD == begun.said_BD) & (nth_D < begun.counts_B[:, None])
-        right_B = is_right_BD.to(torch.int64).cumprod(1).sum(1)
-        counts.lengths_R.index_copy_(0, begun.rows_B, (begun.ends_B + right_B).to(torch.int32))
-        counts.lacking_R.index_copy_(0, begun.rows_B, lacking(begun.counts_B, right_B))
+        known_B = begun.counts_B if begun.ends_B is None else begun.ends_B
+        rows, num_B, given_B = self._rows.upload(np.stack((begun.rows_B, begun.counts_B, known_B)).astype(np.int64))
+        ends_B = given_B if begun.counted_ends_B is None else begun.counted_ends_B
+        found_BD = self._rows.tokens_RM.view(-1).index_select(0, begun.at_BD).view(begun.said_BD.shape)
+        is_right_BD = found_BD == begun.said_BD
+        # What is behind a row's drafted tokens may be equal too.
+        right_B = torch.minimum(is_right_BD.cumprod(1).sum(1), num_B)
+        counts.lengths_R.index_copy_(0, rows, (ends_B + right_B).to(torch.int32))
+        counts.lacking_R.index_copy_(0, rows, lacking(num_B, right_B))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import Int32, lay_out
-from engine.execution.rows import DeviceRows
+from engine.execution.rows import NO_INTS, DeviceRows
 from engine.features.speculation.counted_tokens import BY_DEVICE, CountedTokens
 from engine.features.speculation.draft_chain import CHAINS, DraftChain
 from engine.features.speculation.messages import Proposals
@@ -83,6 +83,8 @@ class Drafter:
         self._chain: DraftChain | None = None
         self._counted = CountedTokens(rows, num_tokens)
         self._counted_rows: dict[int, int] = {}  # whose count here is out of date: tokens that were not drafted behind
+        self._asked: tuple[Int32, Int32] = NO_INTS, NO_INTS  # the last rows to draft for, numbers of known tokens
+        self._has_drafted = False  # for them
         self._unread: set[int] = set()  # of the last rows to draft for, those of which too much is to be read
         self._filled_P = np.zeros(pool.num_pages, dtype=np.int32)
         self._pages_RP = np.zeros(tuple(rows.pages_RP.shape), dtype=np.int32)
@@ -180,12 +182,18 @@ class Drafter:
     @torch.inference_mode()
     def draft(self, step: Step, proposals: Proposals) -> Drafted:
         """Draft tokens for the places that the proposals name; 0 for a row of which too much must be read first."""
+        rows_K, positions_K, _ = proposals.columns()
+        rows_B, first_B = np.unique(rows_K, return_index=True)
+        self._asked = rows_B, positions_K[first_B] + self._ahead
+        self._has_drafted = False
         computed = self._rows.computed.copy()
         try:
-            return self._draft(step, proposals)
+            drafted = self._draft(step, proposals)
         except Exception:
             self._rows.computed[:] = computed  # a pass that failed does not count: its progress is unknown
             raise
+        self._has_drafted = True
+        return drafted
 
     def _draft(self, step: Step, proposals: Proposals) -> Drafted:
         rows_K, positions_K, tokens_K = proposals.columns()
@@ -215,9 +223,17 @@ class Drafter:
             said_BD = torch.empty_like(said_BD, device="cpu", pin_memory=True).copy_(said_BD, non_blocking=True)
         return Drafted(rows_B, counts_B, said_BD)
 
-    def count(self) -> None:
-        """Count the drafted tokens that were right, on the device.  Call it when their step is queued."""
-        self._counted.end(self._lacking)
+    def count(self, *, given: bool) -> None:
+        """Count the drafted tokens of the last step that were right, on the device, behind all parts of that step.
+
+        given: they are in its result.  If not, or if drafting has failed, none counts, and the draft may have read
+        anything of the rows."""
+        if given and self._has_drafted:
+            self._counted.end(self._lacking)
+            return
+        rows_B, ends_B = self._asked
+        self._counted.put(rows_B, ends_B)
+        self._unread.update(rows_B.tolist())
 
     def _lacking(self, counts_B: Tensor, right_B: Tensor) -> Tensor:
         """Return how many tokens rows lack next, after so many drafted ones of which so many were right."""

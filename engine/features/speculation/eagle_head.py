@@ -63,7 +63,7 @@ class RankHead(RankDraft):
 
     def prepare(self, num_pages: int) -> None:
         model = self._target
-        assert isinstance(model, Decoder), "a head reads models of callboard's own families"
+        assert isinstance(model, Decoder), "a head reads the decoder that most families share"
         super().prepare(num_pages)
         if not num_pages:
             return

@@ -71,7 +71,7 @@ def fitting_head(draft: DraftModel, plugin: str, spec: ModelSpec, max_len: int) 
     assert isinstance(own, EagleHeadShape)
     layers = own.state_layers_of(model.num_layers)
     if model.built_by != DecoderShape.built_by or spec.use.kind != "generate":
-        reason = f"{spec.architecture} is not one of callboard's own families, or generates no text"
+        reason = f"{spec.architecture} has another decoder than most families, or generates no text"
     elif own.vocab_size != model.vocab_size:
         reason = f"vocab_size is {own.vocab_size}, expected the model's {model.vocab_size}"
     elif own.hidden_size != model.hidden_size:
@@ -92,7 +92,7 @@ def fitting_part(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
     Raises PluginError if the model has none, WeightsError if its files cannot be read."""
     own, other = spec.shape.predictor, "name another proposer"
     if spec.shape.built_by != DecoderShape.built_by or spec.use.kind != "generate":
-        reason = f"{spec.architecture} is not one of callboard's own families, or generates no text; {other}"
+        reason = f"{spec.architecture} has another decoder than most families, or generates no text; {other}"
     elif own is None:
         reason = f"no layer of {spec.architecture} predicts one token further; {other}"
     elif config.model.load_format == "safetensors" and not stores(spec, own):

@@ -75,8 +75,16 @@ def most_places_of(part: bytes) -> int:
     return _result_decoder.decode(part).most_places
 
 
-# A result's part by rows, for what gives a row's result to another step.
-result_by_row, result_of_rows = drafted_of, drafted_part
+def result_by_row(part: bytes) -> dict[int, DraftedTokens]:
+    """Return a result's part by rows, for what gives a row's result to another step."""
+    whole = _result_decoder.decode(part)
+    return {row: msgspec.structs.replace(whole, by_row={row: tokens}) for row, tokens in whole.by_row.items()}
+
+
+def result_of_rows(by_row: Mapping[int, DraftedTokens]) -> bytes:
+    """Return the part of a result from that of each row."""
+    tokens = {row: found for row, one in by_row.items() for found in one.by_row.values()}
+    return drafted_part(tokens, max((one.most_places for one in by_row.values()), default=0))
 
 
 def without_tokens(part: bytes) -> bytes:
@@ -86,4 +94,5 @@ def without_tokens(part: bytes) -> bytes:
 
 def with_other_tokens(part: bytes, others: Callable[[bytes], bytes]) -> bytes:
     """Return the part of a result with other token ids."""
-    return drafted_part({row: others(tokens) for row, tokens in drafted_of(part).items()})
+    by_row = {row: others(tokens) for row, tokens in drafted_of(part).items()}
+    return drafted_part(by_row, most_places_of(part))

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from engine.actors.step_splitting import num_tokens
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.features import RankContext, RankFeature
@@ -61,6 +62,9 @@ class DraftRank(SpeculationRank):
         self._decodes: CountedDecodes | None = None
         self._plans_nothing = False
         self._counting = False  # a step of which only the device knows the lengths is half launched
+        self._were_given = False  # the last drafted tokens are in the result of their step
+        self._last_step = -1
+        self._is_cut = False  # steps have been launched in parts
 
     def needs(self, needs: Needs) -> Needs:
         """Return what must stay free for both models."""
@@ -115,15 +119,25 @@ class DraftRank(SpeculationRank):
         if self._counting:
             raise RuntimeError("a step whose lengths the device counts cannot be launched again")
         self._drafted = None
-        self._drafter.follow(step, self._context.rows.computed)
+        self._is_cut |= step.step_id == self._last_step
+        self._last_step = step.step_id
         proposals = proposals_of(step)
         if proposals.counted:
-            assert self._decodes is not None, "ranks without graphs have said that they count tokens"
-            self._counting = True
-            self._decodes.counted = np.frombuffer(proposals.counted, dtype=np.int32)
+            self._begin_counted(step, proposals)
+        self._drafter.follow(step, self._context.rows.computed)
         if proposals.rows:
+            self._were_given = False
             self._drafted = self._draft_for(step, proposals)
         return step
+
+    def _begin_counted(self, step: Step, proposals: Proposals) -> None:
+        """Count the right ones among the tokens of the step before, all parts of which are queued."""
+        assert self._decodes is not None, "ranks without graphs have said that they count tokens"
+        if num_tokens(step) != (len(proposals.counted) + len(proposals.rows)) // 4:
+            raise RuntimeError("a step whose lengths the device counts cannot be launched in parts")
+        self._counting = True
+        self._drafter.count(given=self._were_given)
+        self._decodes.counted = np.frombuffer(proposals.counted, dtype=np.int32)
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         """Add the drafted tokens to the result: its event comes after their copy to the host."""
@@ -132,13 +146,17 @@ class DraftRank(SpeculationRank):
             assert self._decodes.counted is None, f"step {step.step_id} has not run by graphs"
             self._counting = False
         if (drafted := self._drafted) is not None:
-            self._drafter.count()
+            self._were_given = True
             launched.parts[NAME] = lambda: drafted_part(drafted.by_row(), self._most_places)
 
     @property
     def _most_places(self) -> int:
-        """The tokens of a step whose lengths the device counts; 0 if the rank needs the host for that."""
-        return 0 if self._decodes is None or not self._drafter.by_graph else self._decodes.most_places
+        """The tokens of a step whose lengths the device counts; 0 if the rank needs the host for that.
+
+        A step is launched in parts where memory is short, and one that is counted could not be."""
+        if self._decodes is None or self._is_cut or not self._drafter.by_graph:
+            return 0
+        return self._decodes.most_places
 
     def _draft_for(self, step: Step, proposals: Proposals) -> Drafted:
         """Return the drafted tokens, or none if the device has no memory for that: the step verifies what it finds.

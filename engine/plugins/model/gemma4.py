@@ -68,7 +68,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     inputs = LayerInputsShape(
         size=size,
         num_layers=sizes.num_layers,
-        vocab_size=fields.integer("vocab_size_per_layer_input", 262_144, maximum=MAX_VOCAB),
+        vocab_size=fields.integer("vocab_size_per_layer_input", 262_144, sizes.vocab_size if size else 1, MAX_VOCAB),
         eps=read_norm(fields, "").eps,
     )
     given_shape = {name: getattr(shape, name) for name in shape.__struct_fields__} | {
@@ -108,6 +108,9 @@ def _attentions(fields: Fields, sizes: Sizes, windowed: Sequence[bool]) -> list[
             attentions.append(NormedValuesShape(**common, eps=eps, shared=shared and not in_window))
         else:
             lender = max(index for index in range(first) if windowed[index] == in_window)
+            own, lent = (head_size, num_kv_heads), (attentions[lender].head_size, attentions[lender].num_kv_heads)
+            if own != lent:
+                raise fields.error("per_layer_config", own, f"layer {layer} to have heads as layer {lender}, {lent}")
             attentions.append(BorrowingShape(**common, lender=lender))
     return attentions
 

@@ -17,6 +17,7 @@ from engine.features.host_tier.landings import Landings
 from engine.features.host_tier.messages import Transfers
 from engine.features.host_tier.pool import HostPool
 from engine.layers.kv_pool import KVPool, Layout
+from engine.layers.mixed_pool import MixedPool
 from engine.messages import Step
 from tests.features.host_tier.late_copies import LateCopies
 
@@ -336,3 +337,25 @@ def test_the_memory_of_a_pool_that_is_gone_can_be_locked_again() -> None:
         pools.move([(1, 0, 0)])
         del pools
         gc.collect()
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_layers_with_other_heads_wait_for_their_own_pages(layout: Layout) -> None:
+    # The widest layer comes third, and the last two read what layers before them store.
+    heads, lenders = ((2, 4), (2, 4), (1, 16), (2, 4), (2, 4), (1, 16)), (0, 1, 2, 3, 1, 2)
+    pool = MixedPool(heads, lenders, NUM_PAGES, 4, torch.float32, torch.device("cpu"), layout)
+    host = HostPool(NUM_HOST_PAGES, pool, Landings(LateCopies()))
+    pool.by_page.copy_(torch.randn(pool.by_page.shape))
+    slots_S = 2 * pool.page_stride + torch.arange(4)
+
+    def read(layer: int) -> Tensor:
+        return torch.cat([one.flatten(1) for one in pool.read(layer, pool.own_slots(layer, slots_S))], 1)
+
+    before = [read(layer) for layer in range(len(heads))]
+    host.apply(step_of([(1, 2, 0)]))
+    host.landings.settle()
+    pool.by_page[2] = 0
+    host.apply(step_of([(0, 2, 0)]))
+    for layer, expected in enumerate(before):
+        host.landings.wait_for(layer)
+        assert torch.equal(read(layer), expected), f"layer {layer} reads a page that has not landed"

@@ -11,6 +11,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from callboard import LLM, SamplingParams
+from engine.actors.step_splitting import StepSplitter
 from engine.execution.runner import ModelRunner
 from engine.features.speculation.counted_tokens import CountedTokens
 from engine.features.speculation.draft_chain import DraftChain
@@ -233,6 +234,7 @@ class Overlapping:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_verifying = self.num_counted = 0
+        self.step_id, self.is_counted = -1, False
         launch = ModelRunner.launch
 
         def counted(runner: ModelRunner, step: Step) -> Any:
@@ -267,6 +269,49 @@ def test_steps_that_draft_and_verify_overlap(
             assert sum(one.usage.rejected_tokens for one in found) > 0
     print(f"{steps.num_verifying} steps verify, {steps.num_counted} without a wait of the host")
     assert steps.num_counted > steps.num_verifying / 3
+
+
+@pytest.mark.parametrize("place", ["draft", "step", "cut"])
+def test_a_step_that_overlaps_goes_on_behind_one_that_had_no_room(
+    directory: Path, nearly: Path, plain: dict[str, Outputs], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The step in front is launched in parts, or verifies nothing: what it had drafted does not count."""
+    drafts(monkeypatch)
+    steps, failed = Overlapping(monkeypatch), list[int]()
+    launch, replay, draft = StepSplitter.launch, DecodeGraphs.launch, Drafter._replay
+
+    def short(step_id: int) -> bool:
+        if step_id in failed or len(failed) >= 3 or steps.is_counted or not steps.num_counted:
+            return False
+        failed.append(step_id)
+        return True
+
+    def launching(self: StepSplitter, step: Step) -> Any:
+        steps.step_id, steps.is_counted = step.step_id, bool(proposals_of(step).counted)
+        proposed = bool(proposals_of(step).rows) and not step.admissions
+        self._most_tokens = 6 if place == "cut" and proposed and short(step.step_id) else 0
+        return launch(self, step)
+
+    def replaying(self: DecodeGraphs, *given: Any) -> Any:
+        if place == "step" and short(steps.step_id):
+            raise MemoryError("no room")
+        return replay(self, *given)
+
+    def drafting(self: Drafter, *given: Any) -> Any:
+        if place == "draft" and short(steps.step_id):
+            raise MemoryError("no room")
+        return draft(self, *given)
+
+    monkeypatch.setattr(StepSplitter, "launch", launching)
+    monkeypatch.setattr(DecodeGraphs, "launch", replaying)
+    monkeypatch.setattr(Drafter, "_replay", drafting)
+    with engine(directory, "decode", "draft_model", path=str(nearly), num_tokens=3) as llm:
+        found = llm.generate(PROMPTS, [GREEDY.replace(max_tokens=22)] * 3 + [GREEDY])
+    with engine(directory, "off") as llm:
+        assert [one.token_ids for one in found] == [
+            one.token_ids for one in llm.generate(PROMPTS, [GREEDY.replace(max_tokens=22)] * 3 + [GREEDY])
+        ]
+    assert failed
 
 
 @pytest.mark.slow

@@ -285,7 +285,7 @@ def test_pages_from_a_store_have_no_states(directory: Path, head: Path, tmp_path
 
 def test_a_model_that_another_library_computes_has_no_states(directory: Path, head: Path) -> None:
     options = {"proposer.eagle": {"path": str(head)}}
-    with pytest.raises(PluginError, match="LlamaForCausalLM is not one of callboard's own families"):
+    with pytest.raises(PluginError, match="LlamaForCausalLM has another decoder than most families"):
         engine(directory, head, plugins={"proposer": "eagle", "models": ["transformers"], "options": options})
 
 

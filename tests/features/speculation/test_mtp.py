@@ -194,5 +194,5 @@ def test_files_that_lack_a_part_of_it_are_refused(
 @pytest.mark.slow
 def test_a_model_that_another_library_computes_is_refused(tmp_path: Path) -> None:
     directory = ReferenceMTP("glm4-moe").save(tmp_path)
-    with pytest.raises(PluginError, match="is not one of callboard's own families"):
+    with pytest.raises(PluginError, match="has another decoder than most families"):
         engine(directory, plugins={"proposer": "mtp", "models": ["transformers"]})

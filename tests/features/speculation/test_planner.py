@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from engine.features.speculation.guesses import TOLD_AT_ONCE
-from engine.features.speculation.messages import NAME, proposals_of
+from engine.features.speculation.messages import (
+    NAME,
+    drafted_of,
+    drafted_part,
+    most_places_of,
+    proposals_of,
+    result_by_row,
+    result_of_rows,
+    with_other_tokens,
+)
 from engine.features.speculation.overlaps import Overlaps
 from engine.features.speculation.payoff import Payoff
 from engine.features.speculation.planner import SpeculationPlanner, drafts_of
@@ -267,3 +276,12 @@ def test_a_token_that_is_sent_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     bench.submit(1, prompt_of(9), max_tokens=40, ignore_eos=True)
     with pytest.raises(AssertionError):
         right(bench)
+
+
+def test_what_ranks_can_count_stays_in_recordings() -> None:
+    """A planner that plays one must plan what was planned, also without true tokens or with fewer requests."""
+    part = drafted_part({1: b"abcd", 2: b"efgh"}, 64)
+    hidden = with_other_tokens(part, lambda tokens: tokens[::-1])
+    assert (drafted_of(hidden), most_places_of(hidden)) == ({1: b"dcba", 2: b"hgfe"}, 64)
+    fewer = result_of_rows({5: result_by_row(part)[2]})
+    assert (drafted_of(fewer), most_places_of(fewer)) == ({5: b"efgh"}, 64)
