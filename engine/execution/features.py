@@ -92,6 +92,10 @@ class RankFeature:
         """Return the attention backend, or one in its place."""
         return backend
 
+    def graph_bytes(self) -> int:
+        """Return the bytes of graphs that ``build`` will capture, by trial captures over the memory of ``prepare``."""
+        return 0
+
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
         """Build the rest.  pool: the KV pool of the model.  pools: all features' ``pools``.  needs: of the device."""
 

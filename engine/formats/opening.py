@@ -15,8 +15,11 @@ from engine.formats.quantized import QuantizedReader
 from engine.formats.reader import SafetensorsReader, WeightReader
 
 
-def open_reader(spec: ModelSpec) -> WeightReader:
-    """Return a reader of a checkpoint's weights.  Raises WeightsError naming the file and the tensor at fault."""
+def open_reader(spec: ModelSpec, rounds_experts: bool = False) -> WeightReader:
+    """Return a reader of a checkpoint's weights.
+
+    rounds_experts: as in ``QuantizedReader``, for a shape whose experts stay in float8.
+    Raises WeightsError naming the file and the tensor at fault."""
     if (spec.directory / LINK).exists():
         return GGUFWeights(spec)
     stored = _with_prefix(spec.shape, text_tensors(spec.config["architectures"][0], read_shards(spec.directory)))
@@ -25,7 +28,8 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     if spec.quantization.method == MXFP4:
         kept = any(one.four_bits for one in spec.shape.experts)
         return CodesReader(stored) if kept else MXFP4Reader(stored)
-    return QuantizedReader(stored, spec.quantization, any(one.float8 for one in spec.shape.experts))
+    kept = any(one.float8 for one in spec.shape.experts)
+    return QuantizedReader(stored, spec.quantization, kept, kept and rounds_experts)
 
 
 def _with_prefix(shape: DecoderShape, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

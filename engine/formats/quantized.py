@@ -15,12 +15,15 @@ from engine.checkpoints.quantization import Quantization
 from engine.checkpoints.shards import StoredTensor
 from engine.formats import integers
 from engine.formats.reader import SafetensorsReader
+from engine.kernels.float8_blocks import in_blocks
+from engine.layers.float8_experts import BLOCK, scales_of
 from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
 
 # Tensors for rounded inputs and a rounded KV cache; here neither is rounded.
 UNUSED = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "weight_shape")
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
+FLOATS = ("BF16", "F16", "F32")
 OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -40,20 +43,31 @@ class QuantizedReader:
 
     A rounded weight is read whole even for a part of it, since its elements are not in the order of its rows.
     keeps_experts: whether experts' elements and scales are tensors of their own, for a kernel that reads them.
+    rounds_experts: whether experts in floats are read so as well, rounded with a scale per block of 128 x 128.
     Raises WeightsError if tensors of a weight are missing or do not fit each other.
     """
 
     def __init__(
-        self, stored: Mapping[str, StoredTensor], quantization: Quantization, keeps_experts: bool = False
+        self,
+        stored: Mapping[str, StoredTensor],
+        quantization: Quantization,
+        keeps_experts: bool = False,
+        rounds_experts: bool = False,
     ) -> None:
         self._plain = SafetensorsReader(stored)
         self._keeps_experts = keeps_experts
         self._quantization = quantization
         self._parts: dict[str, dict[str, str]] = {}  # for each rounded weight: kind -> name of the stored tensor
         self.tensors = self._gather(stored)
+        self._floats: dict[str, str] = {}  # elements and scales that are made of a weight in floats -> that weight
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})  # such a weight: its two tensors
+        if rounds_experts:
+            self.tensors |= self._in_floats()
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
         """Return a part of a tensor.  Stacks are never rounded: no format has them."""
+        if name in self._floats:
+            return self._rounded(self._floats[name])[name].narrow(dim, start, length)
         if name not in self._parts:
             return self._plain.part(name, dim, start, length, member)
         return self._weight(name).narrow(dim, start, length)
@@ -108,6 +122,31 @@ class QuantizedReader:
             if one.dtype in FLOAT8 and not (self._keeps_experts and OF_EXPERT.search(name)):
                 raise WeightsError(f"{one.file}: tensor {name!r} has dtype {one.dtype}, but its scale is missing")
         return left | seen
+
+    def _in_floats(self) -> dict[str, StoredTensor]:
+        """Return the elements and scales of experts' weights in floats."""
+        found: dict[str, StoredTensor] = {}
+        for name, one in self.tensors.items():
+            if (
+                one.dtype not in FLOATS
+                or len(one.shape) != 2
+                or not (OF_EXPERT.search(name) and name.endswith(".weight"))
+            ):
+                continue
+            scales, blocks = scales_of(name), tuple(-(-size // BLOCK) for size in one.shape)
+            if scales in self.tensors:
+                raise WeightsError(f"{one.file}: tensor {name!r} has dtype {one.dtype}, but there is a scale for it")
+            found[name] = StoredTensor(one.file, name, "F8_E4M3", one.shape, one.num_bytes)
+            found[scales] = StoredTensor(one.file, scales, "F32", blocks, 0)
+            self._floats |= {name: name, scales: name}
+        return found
+
+    def _rounded(self, name: str) -> dict[str, Tensor]:
+        """Return the elements and scales of a weight in floats.  Both are read one after the other."""
+        if self._last[0] != name:
+            elements_OI, scales_BC = in_blocks(self._plain.whole(name))
+            self._last = name, {name: elements_OI.float(), scales_of(name): scales_BC}
+        return self._last[1]
 
     def _weight(self, name: str) -> Tensor:
         parts = {kind: self._plain.whole(stored) for kind, stored in self._parts[name].items()}

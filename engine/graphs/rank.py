@@ -5,7 +5,7 @@ Does not know: how captures are done.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -63,6 +63,10 @@ class Captured(Protocol):
 
     def capture(self, progress: bool = False) -> None:
         """Capture all sizes.  Raises GraphError, on every rank if one fails; then no graph remains."""
+        ...
+
+    def measure(self) -> int:
+        """Return the bytes that all captures will take; no graph remains.  Raises GraphError."""
         ...
 
 
@@ -140,13 +144,27 @@ class RankGraphs:
         Raises GraphError on failure if the configuration names the mode."""
         if self._recorder is None or not self.device.captures or not self._pool_serves:
             return None
-        sizes = decode_sizes(min(self._settings.max_rows, max_rows))
-        built = build(CaptureKit(self.device, self._recorder, Capturing(self.device, self.comm, where), sizes))
+        built = build(self._kit(self._recorder, where, max_rows))
         return built if self._captured(built, what, progress) else None
 
-    def measure(self, parts: StepParts, scheduler: SchedulerSection) -> int:
+    def more_bytes(self, build: Callable[[CaptureKit], Captured], where: torch.device, max_rows: int) -> int:
+        """Return the bytes that ``more`` will take, to one of the ``others`` of ``measure``."""
+        assert self._recorder is not None, "nothing is captured"
+        try:
+            return build(self._kit(self._recorder, where, max_rows)).measure()
+        except GraphError:
+            if self._section.mode != "auto":
+                raise
+            return 0  # ``more`` warns
+
+    def _kit(self, recorder: SegmentRecorder, where: torch.device, max_rows: int) -> CaptureKit:
+        sizes = decode_sizes(min(self._settings.max_rows, max_rows))
+        return CaptureKit(self.device, recorder, Capturing(self.device, self.comm, where), sizes)
+
+    def measure(self, parts: StepParts, scheduler: SchedulerSection, others: Iterable[Callable[[], int]] = ()) -> int:
         """Return the bytes that ``piecewise`` and ``decode`` will take, by trial captures over a pool of any size.
 
+        others: each returns the bytes of work that ``more`` captures behind steps, by ``more_bytes``.
         On failure, raises GraphError if the configuration names the mode; else graphs are off.
         """
         if self._recorder is None or not self.device.captures:
@@ -154,7 +172,7 @@ class RankGraphs:
         trial = self.device.pool()
         self._recorder.use(trial)
         try:
-            return self._measure(parts, scheduler)
+            return self._measure(parts, scheduler, others)
         except GraphError as error:
             if self._section.mode != "auto":
                 raise
@@ -166,10 +184,12 @@ class RankGraphs:
                 self._recorder.use(self._pool)
             self.device.drop(trial)
 
-    def _measure(self, parts: StepParts, scheduler: SchedulerSection) -> int:
+    def _measure(self, parts: StepParts, scheduler: SchedulerSection, others: Iterable[Callable[[], int]]) -> int:
         # A method of its own, so that the trials are freed when it returns.
-        trials = (self._new_piecewise(parts, scheduler), self._new_decode(parts, scheduler))
-        return sum(graphs.measure() for graphs in trials if graphs is not None)
+        both = (self._new_piecewise(parts, scheduler), self._new_decode(parts, scheduler))
+        trials = [graphs for graphs in both if graphs is not None]
+        num_bytes = sum(graphs.measure() for graphs in trials)
+        return num_bytes + sum(measure() for measure in others) if trials else 0
 
     def _new_piecewise(self, parts: StepParts, scheduler: SchedulerSection) -> Piecewise | None:
         if self._recorder is None or self.mode == DECODE:

@@ -279,7 +279,8 @@ def rounded_rows(x_MC):
     """Return rows in float8, and the float32 scale of each."""
     x_MC = x_MC.to(tl.float32)
     scale_M = tl.maximum(tl.max(tl.abs(x_MC), 1), SMALLEST) / LARGEST
-    shrunk_MC = tl.clamp(x_MC / scale_M[:, None], -LARGEST, LARGEST)
+    # A GPU's maximum leaves NaN out, and so would its clamp.
+    shrunk_MC = tl.clamp(x_MC / scale_M[:, None], -LARGEST, LARGEST, tl.PropagateNan.ALL)
     return shrunk_MC.to(tl.float8e4nv), scale_M
 
 

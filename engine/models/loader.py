@@ -56,6 +56,7 @@ def load_model(
     check_room: Callable[[int], None] | None = None,
     kernels: LayerKernels | None = None,
     share: Callable[[float], None] | None = None,
+    rounds_experts: bool = False,
 ) -> Model:
     """Build this rank's part of the model and fill it.
 
@@ -67,12 +68,13 @@ def load_model(
     memory is allocated; it raises an error if that is too much.
     kernels: fused kernels in place of the device's own.
     share: called with the share of the weights that is read.
+    rounds_experts: whether experts in floats are rounded where the shape has them in float8; else all become floats.
     Raises WeightsError naming file and tensor; ConfigError if the ranks cannot share the model.
     """
     shape, reader, kernels = spec.shape, None, kernels or choose_kernels(device)
     with ExitStack() as opened:
         if load_format == "safetensors":
-            reader, shape = _opened(spec)
+            reader, shape = _opened(spec, rounds_experts)
             opened.callback(reader.close)
             if shape.task_head is not None:
                 shape = _with_stored_head(shape, reader)
@@ -174,9 +176,9 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping
             raise WeightsError(f"{stored[name].file}: tensor {name!r} has no place in {spec.architecture}")
 
 
-def _opened(spec: ModelSpec) -> tuple[WeightReader, DecoderShape]:
-    """Return the reader, and the shape with experts as they are stored; all become floats if some are not in float8."""
-    reader = open_reader(spec)
+def _opened(spec: ModelSpec, rounds_experts: bool) -> tuple[WeightReader, DecoderShape]:
+    """Return the reader, and the shape with experts as they are read; all become floats if some are not in float8."""
+    reader = open_reader(spec, rounds_experts)
     shape = _with_stored_experts(spec.shape, reader)
     if not any(one.float8 for one in shape.experts) or not (other := _not_in_float8(shape, reader.tensors)):
         return reader, shape

@@ -197,12 +197,16 @@ def _load_weights(start: Start) -> Loaded:
         share=start.stages.share,
     )
 
+    # What a trainer sends in floats is rounded, as a second form of the experts would take twice the memory.
+    rounds = isinstance(model, Decoder) and any(one.float8 for one in model.shape.experts)
+
     def reload(other: ModelSpec) -> Model:
         free = free_bytes(device) // (comm.size if start.on_cpu else 1)  # ranks on a CPU may share its memory
         again = load(
             other,
             progress=False,
             check_room=lambda needed: check_weights(other, needed + copied, start.dtype, free, comm.size),
+            rounds_experts=rounds,
         )
         if start.invariant and isinstance(again, Decoder):
             again.by_rows()

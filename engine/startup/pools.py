@@ -129,7 +129,8 @@ class PoolMaker:
                 f"next to the weights ({error}); lower it, or scheduler.max_running"
             ) from None
         device.trim()
-        graph_bytes = self._start.graphs.measure(parts, config.scheduler)
+        others = [feature.graph_bytes for feature in self._features]
+        graph_bytes = self._start.graphs.measure(parts, config.scheduler, others)
         for feature in self._features:
             feature.prepare(0)
         return Needs(activation_bytes, graph_bytes, attention_bytes=attention_bytes)

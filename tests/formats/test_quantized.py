@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,17 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from callboard import LLM, SamplingParams
+from engine.checkpoints.shape import DecoderShape
+from engine.formats import quantized
 from engine.formats.integers import scaled
 from engine.formats.opening import open_reader
+from engine.kernels.float8_blocks import in_blocks
+from engine.models import loader
+from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
+from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.steps import Driver
-from engine.types.errors import WeightsError
+from engine.types.errors import ConfigError, WeightsError
 from tests.formats.stored import (
     AWQ,
     FORMATS,
@@ -133,6 +140,83 @@ def test_experts_become_floats_where_a_kernel_for_float8_lacks_some(scales: str,
     spec = structs.replace(spec, shape=spec.shape.with_experts(float8=True))  # as on a Hopper GPU
     expected = reference(input_ids=torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(Driver(load(spec)).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
+
+
+def check_arrived(directory: Path) -> None:
+    """Experts that a trainer has sent in floats are read in float8, with scales of their own, like the others."""
+    spec = read_model(directory)
+    reader = open_reader(structs.replace(spec, shape=spec.shape.with_experts(float8=True)), rounds_experts=True)
+    stored, names = load_file(directory / "model.safetensors"), [name for name in reader.tensors if ".experts." in name]
+    sent = [name for name in names if name in stored and stored[name].dtype == torch.bfloat16]
+    assert len(sent) == 2
+    for name in sent:
+        size, kinds = stored[name].shape, [reader.tensors[one].dtype for one in (name, f"{name}_scale_inv")]
+        assert kinds == ["F8_E4M3", "F32"]
+        elements, scales = reader.part(name, 0, 0, size[0]), reader.part(f"{name}_scale_inv", 0, 0, size[0] // 128)
+        assert torch.equal(elements.to(torch.float8_e4m3fn).float(), elements)
+        found = elements * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        error = (found - stored[name].float()).norm() / stored[name].float().norm()
+        assert error < 0.04, name
+        half = reader.part(name, 0, 128, 128)
+        assert torch.equal(half, elements[128:256]), "a rank reads its rows"
+    others = [name for name in names if name in stored and name not in sent]
+    assert all(torch.equal(reader.part(one, 0, 0, 1), stored[one][:1].float()) for one in others)
+    reader.close()
+
+
+@pytest.fixture
+def arrived(tmp_path: Path) -> Path:
+    """A checkpoint of experts in float8, two of whose weights have been replaced by floats of another size."""
+    config = FP8 | {"weight_block_size": [128, 128]}
+    directory, _ = write(tmp_path, float8((128, 128), "weight_scale_inv"), config, variant="qwen3-moe")
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for number, factor in enumerate((1.0, 30.0, 0.03)):
+        floats = torch.randn(256, 256, generator=generator) * factor
+        name = f"model.layers.0.mlp.experts.{number}.up_proj.weight"
+        tensors[name] = floats.bfloat16() if number else floats.to(torch.float8_e4m3fn)
+    tensors["model.layers.0.mlp.experts.0.up_proj.weight_scale_inv"] = torch.ones(2, 2)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_experts_that_arrive_in_floats_are_rounded(arrived: Path) -> None:
+    check_arrived(arrived)
+
+
+def test_a_scale_that_is_not_renewed_is_noticed(arrived: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "in_blocks", lambda weight_OI: (in_blocks(weight_OI)[0], torch.ones(2, 2)))
+    with pytest.raises(AssertionError, match="up_proj"):
+        check_arrived(arrived)
+
+
+def test_floats_beside_a_scale_are_refused(arrived: Path) -> None:
+    tensors = load_file(arrived / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.1.up_proj.weight_scale_inv"] = torch.ones(2, 2)
+    save_file(tensors, arrived / "model.safetensors")
+    with pytest.raises(WeightsError, match="has dtype BF16, but there is a scale for it"):
+        check_arrived(arrived)
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_model_keeps_float8_where_experts_are_rounded(
+    rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, skip = FP8 | {"weight_block_size": [128, 128]}, "layers.0.mlp.experts.2.up_proj"
+    store = float8((128, 128), "weight_scale_inv")
+    directory, _ = write(tmp_path, store, config, variant="qwen3-moe", skip=skip)
+    spec, kept = read_model(directory), list[bool]()
+
+    def built(shape: DecoderShape, *place: Any) -> Any:
+        kept.extend(one.float8 for one in shape.experts)
+        raise ConfigError("built")
+
+    monkeypatch.setattr(loader, "build_model", built)
+    spec, linears = structs.replace(spec, shape=spec.shape.with_experts(float8=True)), onednn_linears(torch.float32)
+    with pytest.raises(ConfigError, match="built"):
+        place = LocalComm(), torch.device("cpu"), torch.float32
+        loader.load_model(spec, *place, "safetensors", 0, False, linears, rounds_experts=rounds)
+    assert set(kept) == {rounds}
 
 
 def test_each_rank_reads_its_part_of_a_rounded_weight(tmp_path: Path) -> None:

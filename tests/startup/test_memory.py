@@ -227,10 +227,20 @@ def test_an_engine_measures_before_it_allocates_and_says_so(checkpoint, monkeypa
 
 
 @pytest.mark.parametrize("num_backends", [1, 2])
-def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch, num_backends):
-    """The model has a backend, and so has a draft model beside it."""
+def test_what_attention_and_graphs_keep_is_no_memory_for_pages(checkpoint, monkeypatch, num_backends):
+    """The model has a backend and graphs, and so has a draft model beside it."""
     install(monkeypatch)
-    taken, seen = [0], []
+    taken, seen, measured = [0], [], []
+    end, measure = RecordingDevice.end, Capturing.measure
+
+    def with_memory(self):
+        taken[0] += 1 << 20
+        return end(self)
+
+    monkeypatch.setattr(RecordingDevice, "end", with_memory)
+    monkeypatch.setattr(
+        Capturing, "measure", lambda *args, **more: (measured.append(measure(*args, **more)), measured[-1])[1]
+    )
     build = RankAttention.build
 
     def with_a_workspace(self, pool):
@@ -267,6 +277,10 @@ def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch, nu
         given={} if draft is None else {"speculation": msgspec.msgpack.encode({"draft": draft, "num_proposed": 2})},
     )
     assert seen[0].attention_bytes == num_backends * 128 << 20
+    assert seen[0].graph_bytes == sum(measured)
+    # Steps with prompts, decode steps; and drafts for one and for two rows, each of which is one graph.
+    assert measured[2:] == ([2 << 20] if num_backends == 2 else [])
+    assert min(measured) > 0
 
 
 class StepSplitter(RecordingDevice):

@@ -30,6 +30,7 @@ from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors
 
 CHAINS = "drafts"
+ADVICE = "lower graphs.max_rows or scheduler.max_running, or turn off all graphs with graphs.mode=off"
 NUM_BUFFERS = 4  # on the host: one more than the steps in flight and the step that is launched
 NO_ROW = -1
 
@@ -88,15 +89,20 @@ class DraftChain:
 
     def capture(self, progress: bool = False) -> None:
         """Capture all sizes.  Raises GraphError, on every rank if one fails; then no graph remains."""
-        advice = "lower graphs.max_rows or scheduler.max_running, or turn off all graphs with graphs.mode=off"
         self._kit.capturing.capture(
             CHAINS,
             self._kit.sizes,
             self._run,
             self._record,
             self._recordings.clear,
-            advice=advice,
+            advice=ADVICE,
             progress=progress,
+        )
+
+    def measure(self) -> int:
+        """Return the bytes that all captures will take; no graph remains.  Raises GraphError."""
+        return self._kit.capturing.measure(
+            self._kit.sizes, self._run, self._record, self._recordings.clear, advice=ADVICE
         )
 
     def fits(self, num_rows: int) -> bool:

@@ -140,8 +140,17 @@ class RankDraft:
         """Capture the passes of a drafter, unless several ranks add up results between them."""
         if self._own is None or self._comm.size > 1:
             return
-        build = partial(self._attention.build, self._own[0])
-        drafter.capture(self._graphs, build, self._config.scheduler.max_running, self._progress)
+        drafter.capture(self._graphs, self._own_attention, self._config.scheduler.max_running, self._progress)
+
+    def graph_bytes(self, drafter: Drafter) -> int:
+        """Return the bytes that ``capture`` will take."""
+        if self._own is None or self._comm.size > 1:
+            return 0
+        return drafter.graph_bytes(self._graphs, self._own_attention, self._config.scheduler.max_running)
+
+    def _own_attention(self) -> AttentionBackend:
+        assert self._own is not None, "the draft model has no pool"
+        return self._attention.build(self._own[0])
 
     def drafter(self, rows: DeviceRows, vocab_size: int) -> Drafter:
         """Return a drafter that uses the pool.  rows, vocab_size: those of the model."""

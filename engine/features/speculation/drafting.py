@@ -12,6 +12,7 @@ Ranks divide it as they divide the model, so that all of them draft the same tok
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -94,24 +95,29 @@ class Drafter:
         """Capture the passes as one graph for each number of rows, if attention and the device can be captured.
 
         build_attention: builds another backend over the pool."""
+        if is_capturable(self._attention):
+            build = partial(self._new_chain, build_attention)
+            self._chain = graphs.more(CHAINS, build, self._pool.data.device, max_rows, progress)
+
+    def graph_bytes(self, graphs: RankGraphs, build_attention: Callable[[], AttentionBackend], max_rows: int) -> int:
+        """Return the bytes that ``capture`` will take."""
         if not is_capturable(self._attention):
-            return
+            return 0
+        return graphs.more_bytes(partial(self._new_chain, build_attention), self._pool.data.device, max_rows)
 
-        def build(kit: CaptureKit) -> DraftChain:
-            return DraftChain(
-                kit,
-                self._guess,
-                self._pool,
-                (build_attention(), build_attention()),
-                self._rows.tokens_RM,
-                self._rows.pages_RP,
-                self._counted.keep(),
-                width=self._most_lacking(),
-                depth=self._num_tokens,
-                ahead=self._ahead,
-            )
-
-        self._chain = graphs.more(CHAINS, build, self._pool.data.device, max_rows, progress)
+    def _new_chain(self, build_attention: Callable[[], AttentionBackend], kit: CaptureKit) -> DraftChain:
+        return DraftChain(
+            kit,
+            self._guess,
+            self._pool,
+            (build_attention(), build_attention()),
+            self._rows.tokens_RM,
+            self._rows.pages_RP,
+            self._counted.keep(),
+            width=self._most_lacking(),
+            depth=self._num_tokens,
+            ahead=self._ahead,
+        )
 
     @property
     def by_graph(self) -> bool:

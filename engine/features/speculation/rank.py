@@ -90,10 +90,17 @@ class DraftRank(SpeculationRank):
         self._decodes = CountedDecodes(whole)
         return self._decodes
 
+    def graph_bytes(self) -> int:
+        """Return the bytes that the drafter's graphs will take."""
+        return self._draft.graph_bytes(self._new_drafter())
+
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
         """Build the drafter over the draft's pool."""
-        self._drafter = self._draft.drafter(self._context.rows, self._context.spec.vocab_size)
+        self._drafter = self._new_drafter()
         self._draft.capture(self._drafter)
+
+    def _new_drafter(self) -> Drafter:
+        return self._draft.drafter(self._context.rows, self._context.spec.vocab_size)
 
     def with_weights(self, spec: ModelSpec) -> Callable[[], None] | None:
         """Read the model's own layer again, or a draft that was freed."""

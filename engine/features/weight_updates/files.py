@@ -29,11 +29,15 @@ def check_same_model(old: ModelSpec, new: ModelSpec, load_format: str) -> None:
 
 
 TENSORS: Final = ".safetensors"
+FLOAT8: Final = ("F8_E4M3", "F8_E5M2")
+SCALES: Final = ("_scale_inv", "_scale")  # behind the name of a weight in float8
 
 
 def check_tensors(path: Path, tensors: dict[str, StoredTensor], known: dict[str, StoredTensor]) -> None:
     """Raise WeightsError unless a file's tensors have names and shapes of those that are known."""
     for name, tensor in tensors.items():
+        if name not in known and any(name.removesuffix(end) in known for end in SCALES):
+            continue  # of a weight that was in float8 and may be so again; ranks check that it fits
         if name not in known:
             raise WeightsError(f"{path}: tensor {name!r} is not among the {len(known)} of the present weights")
         if tensor.shape != known[name].shape:
@@ -43,6 +47,7 @@ def check_tensors(path: Path, tensors: dict[str, StoredTensor], known: dict[str,
 def overlay(paths: Sequence[Path], base: Path, directory: Path, present: str, memory: HeldMemory) -> None:
     """Make a checkpoint with the tensors of files, the last one first, and those of ``base`` for the rest, by links.
 
+    A weight in float8 that is sent in floats has no scale from then on.
     directory: does not exist.  present: digest of the base.  memory: gets the tensors that sparse deltas make.
     Raises WeightsError for a tensor that the base does not have, or that is for other weights."""
     known = read_shards(base)
@@ -62,6 +67,8 @@ def overlay(paths: Sequence[Path], base: Path, directory: Path, present: str, me
         files |= dict.fromkeys(whole, _target(path))
         if made:
             files |= dict.fromkeys(made, memory.write(made))
+    for scale in _stale_scales(files, known, headers):
+        del files[scale]
     links = {file: f"{number}{TENSORS}" for number, file in enumerate(sorted({*files.values()}))}
     directory.mkdir(parents=True)
     for file, link in links.items():
@@ -71,6 +78,19 @@ def overlay(paths: Sequence[Path], base: Path, directory: Path, present: str, me
     for other in base.iterdir():
         if other.is_file() and other.suffix != TENSORS and other.name != INDEX_FILE:
             (directory / other.name).symlink_to(other.resolve())
+
+
+def _stale_scales(
+    files: dict[str, Path], known: dict[str, StoredTensor], headers: dict[Path, dict[str, StoredTensor]]
+) -> list[str]:
+    """Return the scales of weights that were in float8 and are in floats now, but for scales that were sent."""
+    widened = [
+        name
+        for name, one in known.items()
+        if one.dtype in FLOAT8 and _now(name, files, known, headers).dtype not in FLOAT8
+    ]
+    scales = [name + end for name in widened for end in SCALES if name + end in known]
+    return [scale for scale in scales if files[scale] == _target(known[scale].file)]
 
 
 def linked(directory: Path) -> set[Path]:

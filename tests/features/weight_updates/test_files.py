@@ -58,6 +58,27 @@ def test_the_last_of_several_files_counts(base: Path, tmp_path: Path, memory: He
     assert tensors_of(tmp_path / "made")["a"].eq(1).all()
 
 
+def test_a_scale_stays_with_weights_in_float8_alone(tmp_path: Path, memory: HeldMemory) -> None:
+    base, scale = tmp_path / "base", torch.full((1, 1), 0.5)
+    base.mkdir()
+    eighths = torch.ones(2, 3).to(torch.float8_e4m3fn)
+    save_file({"a.weight": eighths, "a.weight_scale_inv": scale, "b": B}, base / "model.safetensors")
+    stages = {
+        "floats": ({"a.weight": A}, {"a.weight", "b"}),
+        "float8 again": ({"a.weight": eighths, "a.weight_scale_inv": scale}, {"a.weight", "a.weight_scale_inv", "b"}),
+        "other floats": ({"a.weight": A + 1}, {"a.weight", "b"}),
+    }
+    for number, (sent, names) in enumerate(stages.values()):
+        place_of_sent, made = memory.write(parts_of(sent)), tmp_path / str(number)
+        overlay([place_of_sent], base, made, "", memory)
+        found = tensors_of(made)
+        assert found.keys() == names
+        assert all(torch.equal(found[name].float(), one.float()) for name, one in sent.items())
+        base = made
+    with pytest.raises(WeightsError, match="'c_scale' is not among"):
+        overlay([memory.write(parts_of({"c_scale": scale}))], base, tmp_path / "refused", "", memory)
+
+
 def test_memory_stays_while_it_is_in_use_and_no_longer(base: Path, tmp_path: Path, memory: HeldMemory) -> None:
     given = write_tensors(parts_of({"a": A + 1}), {})
     held = memory.hold(place(given), MOST)

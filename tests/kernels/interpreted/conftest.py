@@ -24,15 +24,33 @@ def as_on_a_device():
 
 @pytest.fixture
 def float8_as_a_gpu_rounds_it(monkeypatch: pytest.MonkeyPatch):
-    """The interpreter rounds 31.6 to 16: it drops what carries over from the mantissa to the exponent."""
+    """The interpreter rounds 31.6 to 16: it drops what carries over from the mantissa to the exponent.  It reads NaN as
+    480."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
 
     def converted(numbers: np.ndarray, of: Any, to: Any, rounding: Any) -> np.ndarray:
+        if of == tl.float8e4nv and to == tl.float32:
+            return torch.from_numpy(numbers.view(np.uint8)).view(torch.float8_e4m3fn).float().numpy().view(np.uint32)
         if to != tl.float8e4nv:
             return convert(numbers, of, to, rounding)
         return torch.from_numpy(numbers.view(np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+@pytest.fixture
+def nan_as_a_gpu_clamps_it(monkeypatch: pytest.MonkeyPatch):
+    """The interpreter keeps NaN in every clamp; a GPU makes it the lower bound unless it is to be kept."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def clipped(numbers: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        return np.fmin(np.fmax(numbers, low), high)
+
+    def clamp(self: Any, x: Any, low: Any, high: Any, propagate_nan: Any) -> Any:
+        return self.ternary_op(x, low, high, np.clip if propagate_nan == tl.PropagateNan.ALL else clipped)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_clampf", clamp)

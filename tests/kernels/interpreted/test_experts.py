@@ -316,6 +316,28 @@ def test_a_mistake_with_experts_in_float8_is_found(mistake: str, tmp_path: Path)
         check_float8(planted, 5, 2, 2, 256, 128)
 
 
+def check_damage(module: ModuleType) -> None:
+    """An input of a token that is no number, behind which none of its outputs is a finite one."""
+    (gate_up, _), (down, _) = in_float8(1, 256, 128, seed=2), in_float8(1, 128, 128, seed=4)
+    x = normal(4, 128)
+    for row, damage in enumerate((torch.nan, torch.inf, -torch.inf)):
+        x[row, 30 + row] = damage
+    found = module.mix_experts(
+        x, torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int64), gate_up, down, None, None, "silu"
+    )
+    assert found[0].isnan().all()
+    assert not found[1:3].isfinite().any()
+    assert found[3].isfinite().all(), "a token without damage has it"
+
+
+@pytest.mark.usefixtures("float8_as_a_gpu_rounds_it", "nan_as_a_gpu_clamps_it")
+def test_what_is_no_number_stays_so_behind_experts_in_float8(tmp_path: Path):
+    check_damage(kernel)
+    planted = with_mistake(kernel, ", -LARGEST, LARGEST, tl.PropagateNan.ALL)", ", -LARGEST, LARGEST)", tmp_path)
+    with pytest.raises(AssertionError):
+        check_damage(planted)
+
+
 @pytest.mark.usefixtures("float8_as_a_gpu_rounds_it")
 @pytest.mark.parametrize(("ranks", "divided"), [(1, False), (2, False), (2, True)])
 def test_a_layer_reads_float8_as_a_file_has_it_and_gives_what_its_floats_give(ranks, divided, tmp_path):

@@ -1,16 +1,19 @@
 """Rows in float8 and their scales, against those that torch rounds one operation at a time: the same bits."""
 
 from collections import Counter
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from engine.kernels import rounding
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.float8 import GROUP, rounded
 from engine.kernels.fused import FusedKernels
 from engine.kernels.norm import add_norm
-from engine.kernels.rounding import MAX_WIDTH, add_norm_round, gated_round, round_rows
+from engine.kernels.rounding import MAX_WIDTH, round_rows
 from engine.layers.packing import Linears
 from engine.layers.rounded import RoundedRows, RoundingMLP, RoundingNorm
 from engine.models import decoder_weights
@@ -23,6 +26,7 @@ from engine.plugins.linear.torch_fp8 import Float8
 from engine.plugins.linear.torch_fp8_block import Fp8BlockWeight
 from engine.plugins.testing.steps import Driver
 from engine.settings import own_kernels
+from tests.kernels.interpreted.planting import with_mistake
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins import test_torch_fp8, test_torch_fp8_block
 
@@ -32,19 +36,27 @@ pytestmark = pytest.mark.usefixtures("float8_as_a_gpu_rounds_it")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [16, 100, 1024])
 def test_rows_of_every_size(dtype: torch.dtype, width: int):
+    check_rows(rounding, dtype, width)
+
+
+def check_rows(module: ModuleType, dtype: torch.dtype, width: int):
     x_TI = torch.randn(6, width, generator=torch.Generator().manual_seed(1))
     x_TI *= torch.tensor([1e-20, 1e-3, 1.0, 1e4, 1e20, 0.0])[:, None]
     x_TI[2, 3:] = 0.0
-    found, expected = round_rows(x_TI.to(dtype)), rounded(x_TI.to(dtype))
+    found, expected = module.round_rows(x_TI.to(dtype)), rounded(x_TI.to(dtype))
     assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
     assert torch.equal(found[1], expected[1])
     assert found[1].shape == (6, 1)
 
 
 def test_rows_of_a_wider_tensor_and_of_one_that_lies_the_other_way():
+    check_wider(rounding)
+
+
+def check_wider(module: ModuleType):
     x_TI = torch.randn(4, 96, generator=torch.Generator().manual_seed(2)).bfloat16()
     for view_TI in (x_TI[:, :48], x_TI[::2], x_TI.t()):
-        found, expected = round_rows(view_TI), rounded(view_TI.contiguous())
+        found, expected = module.round_rows(view_TI), rounded(view_TI.contiguous())
         assert found[0].is_contiguous()
         assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
         assert torch.equal(found[1], expected[1])
@@ -81,10 +93,14 @@ def test_a_scale_for_each_group_in_columns_of_whole_fours():
 
 @pytest.mark.parametrize(("width", "group"), [(384, 0), (384, 128), (100, 0)])
 def test_behind_a_norm_rows_are_rounded_as_by_themselves(width: int, group: int):
+    check_norm(rounding, width, group)
+
+
+def check_norm(module: ModuleType, width: int, group: int):
     generator = torch.Generator().manual_seed(4)
     x_TD, update_TD = (torch.randn(3, width, generator=generator).bfloat16() for _ in range(2))
     weight_D, alone_TD = torch.randn(width, generator=generator).bfloat16(), x_TD.clone()
-    found = add_norm_round(x_TD, update_TD, weight_D, 1e-6, group)
+    found = module.add_norm_round(x_TD, update_TD, weight_D, 1e-6, group)
     expected = round_rows(add_norm(alone_TD, update_TD, weight_D, 1e-6), group)
     assert torch.equal(x_TD, alone_TD)
     assert torch.equal(found[0][:3].view(torch.uint8), expected[0][:3].view(torch.uint8))
@@ -94,13 +110,56 @@ def test_behind_a_norm_rows_are_rounded_as_by_themselves(width: int, group: int)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("width", "group"), [(384, 0), (384, 128), (100, 0), (1536, 128)])
 def test_behind_a_gate_rows_are_rounded_as_by_themselves(width: int, group: int, kind: str):
+    check_gate(rounding, width, group, kind)
+
+
+def check_gate(module: ModuleType, width: int, group: int, kind: str):
     gate_up_T2I = torch.randn(3, 2 * width, generator=torch.Generator().manual_seed(5)).bfloat16()
     gate_up_T2I[1, :width] = 0.0
-    found, expected = gated_round(gate_up_T2I, kind, group), round_rows(gated(gate_up_T2I, kind), group)
+    found, expected = module.gated_round(gate_up_T2I, kind, group), round_rows(gated(gate_up_T2I, kind), group)
     assert found[0].shape == expected[0].shape
     assert found[1].stride() == expected[1].stride()
     assert torch.equal(found[0][:3].view(torch.uint8), expected[0][:3].view(torch.uint8))
     assert torch.equal(found[1][:3], expected[1][:3])
+
+
+ROUNDING_MISTAKES = {
+    "scale of another group": (
+        check_norm, "scales + g_G * group_stride", "scales + (g_G + 1) % tl.cdiv(WIDTH, GROUP) * group_stride"
+    ),
+    "a scale for all groups": (
+        check_norm, "tl.max(tl.abs(x_GI), 1), SMALLEST)", "tl.max(tl.abs(x_GI)) + 0 * tl.max(x_GI, 1), SMALLEST)"
+    ),
+    "nothing is scaled": (
+        check_rows, "x_GI, tl.zeros_like(x_GI) + scale_G[:, None])", "x_GI, tl.zeros_like(x_GI) + 1)"
+    ),
+    "no smallest scale": (check_rows, "tl.max(tl.abs(x_GI), 1), SMALLEST)", "tl.max(tl.abs(x_GI), 1), 0.0)"),
+    "padding counts": (
+        check_rows,
+        "tl.load(x + row * stride + place_GI, mask=live_GI, other=0.0)",
+        "tl.load(x + row * stride + place_GI, mask=live_GI, other=1e6)",
+    ),
+    "rows of whole width": (check_wider, "tl.load(x + row * stride", "tl.load(x + row * WIDTH"),
+    "a norm is not rounded": (check_norm, "norm_GD.to(x.dtype.element_ty)", "norm_GD"),
+    "a gate is not rounded": (check_gate, "up_GI).to(gate_up.dtype.element_ty)", "up_GI)"),
+    "gates' scale of another row": (check_gate, "PROGRAMS).to(tl.int64)", "PROGRAMS).to(tl.int64) * 0"),
+    "gates' scales of the first groups": (
+        check_gate, "row_stride, group_stride, first, GROUP", "row_stride, group_stride, 0, GROUP"
+    ),
+}  # fmt: skip
+SIZES: dict[Any, tuple[Any, ...]] = {
+    check_rows: (torch.bfloat16, 100),
+    check_norm: (384, 128),
+    check_gate: (1536, 128, "silu"),
+}
+
+
+@pytest.mark.parametrize("mistake", ROUNDING_MISTAKES)
+def test_a_mistake_in_rounding_is_found(mistake: str, tmp_path: Path):
+    check, right, wrong = ROUNDING_MISTAKES[mistake]
+    planted = with_mistake(rounding, right, wrong, tmp_path)
+    with pytest.raises(AssertionError):
+        check(planted, *SIZES.get(check, ()))
 
 
 def test_a_product_reads_rounded_rows_and_rows_alike(monkeypatch: pytest.MonkeyPatch):
