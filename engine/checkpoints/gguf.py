@@ -233,10 +233,14 @@ def _layers(prefix: str, header: GGUFHeader, family: GGUFFamily, config: dict[st
     """Return the number of layers without those behind the last, and which ones have a window or no attention."""
     number, behind = config.get("num_hidden_layers"), header.value(f"{prefix}.nextn_predict_layers")
     found: dict[str, Any] = {}
-    heads = config.get("num_key_value_heads")
+    heads, widths = config.get("num_key_value_heads"), config.get("intermediate_size")
     if family.kinds and isinstance(heads, list) and heads and all(isinstance(one, int) for one in heads):
         found["layer_types"] = [family.kinds[one > 0] for one in heads]
         found["num_key_value_heads"] = max(heads)
+        if len(family.kinds) > 2 and isinstance(widths, list) and len(widths) == len(heads):
+            found["intermediate_size"] = max(widths)
+            for layer in (layer for layer, width in enumerate(widths) if width):
+                found["layer_types"][layer] = family.kinds[2]
     if header.value(f"{prefix}.rope.scaling.finetuned"):
         found["position_embedding_type"] = "rope"  # Granite's hybrids have none without it
     if isinstance(number, int) and isinstance(behind, int):

@@ -67,7 +67,8 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     partial: whether the number of rotated elements of a head is given.
     bias: the projection whose bias decides attention_bias.
     present: a field of config.json -> the end of a tensor's name whose presence it states.
-    kinds: the kinds of layers without attention and with it, if the number of key/value heads of each decides it.
+    kinds: the kinds of layers without attention and with it, if the number of key/value heads of each decides it;
+    maybe a third kind, of those with an MLP's size.
     embedding, layers: what the names of the embedding's tensor and of a layer's tensors begin with.
     paired: whether rows of queries and keys are reordered, so that pairs that rotate are neighbours.
     shifted: whether the weights of norms have 1 added.
@@ -189,6 +190,26 @@ def _lfm2(architecture: str, model_type: str, fields: Mapping[str, str], **setti
         fields={"shortconv.l_cache": "conv_L_cache", **fields},
         settings=settings,
         kinds=("conv", "full_attention"),
+    )  # fmt: skip
+
+
+def _nemotron_h(kind: str, names: Mapping[str, str], fields: Mapping[str, str]) -> GGUFFamily:
+    return GGUFFamily(
+        architecture="NemotronHForCausalLM",
+        model_type="nemotron_h",
+        names={
+            "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "attn_norm": "norm",
+            "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj", "attn_v": "mixer.v_proj",
+            "attn_output": "mixer.o_proj", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj",
+            **{name: one.replace("mamba.", "mixer.") for name, one in MAMBA.items()}, **names,
+        },
+        fields={
+            "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads", "ssm.inner_size": "mamba_inner_size", **fields,
+        },
+        kinds=("linear_attention", "full_attention", kind),
+        embedding="backbone.embeddings",
+        layers="backbone.layers",
     )  # fmt: skip
 
 
@@ -338,7 +359,6 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         {
             "expert_count": "num_experts",
             "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_weights_scale": "routed_scaling_factor",
             "leading_dense_block_count": "num_dense_layers",
             **COUNTS,
         },
@@ -380,6 +400,23 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         settings={"hidden_act": "relu2"},
         partial=True,
         shifted=True,
+    ),
+    "nemotron_h": _nemotron_h("mlp", {}, {}),
+    "nemotron_h_moe": _nemotron_h(
+        "moe",
+        {
+            **_experts("mixer", *PROJECTIONS),
+            "ffn_up_shexp": "mixer.shared_experts.up_proj",
+            "ffn_down_shexp": "mixer.shared_experts.down_proj",
+            "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+        },
+        {
+            **ROUTED,
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "moe_latent_size": "moe_latent_size",
+        },
     ),
     "olmo2": GGUFFamily(architecture="Olmo2ForCausalLM", model_type="olmo2", names=SANDWICH),
     "olmo2 with a window": GGUFFamily(

@@ -31,7 +31,7 @@ SHIFTED = ("gemma2", "gemma3", "nemotron")
 TURNED = {"glm4": 0.5, "glm4moe": 0.5, "minimax-m2": 0.5, "nemotron": 0.5, "phi3": 1.0}  # part of a head that rotates
 PATTERNED = ("exaone4", "olmo2")  # files of these say which layers have a window
 ATTENDING = {"lfm2": ("full_attention",), "lfm2moe": ("full_attention",)}
-ATTENDING["granitehybrid"] = ("attention", "full_attention")
+ATTENDING |= dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe"), ("attention", "full_attention"))
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)$")
 STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")
 
@@ -55,7 +55,9 @@ def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str,
     if architecture == "apertus":
         arrays = _numbers_as_settings(writer, arrays)
     for name, array in _stacked(
-        _separated(_recurrent(adapt(arrays, config), getattr(config, "mamba_n_groups", 1)))
+        _separated(
+            _recurrent(adapt(arrays, config), getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", 1))
+        )
     ).items():
         stem = name.rpartition(".")[0]
         if architecture in PAIRED and stem.endswith(("q_proj", "k_proj")):
@@ -63,8 +65,7 @@ def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str,
             array = reordered(array, heads)
         if architecture in SHIFTED and name.endswith("norm.weight"):
             array = array + 1
-        merged = architecture == "lfm2moe" and ".experts." in name
-        short = names.get_name(name.removeprefix("model.") if merged else name, (".weight", ".bias"))
+        short = names.get_name(_merged(name, architecture), (".weight", ".bias"))
         assert short is not None, f"the package has no name for {name}"
         kind = gguf.GGMLQuantizationType[experts if short.endswith("_exps.weight") else "F32"]
         data = array if kind.name == "F32" else quantize(array, kind)
@@ -132,7 +133,7 @@ def _recurrent(arrays: dict[str, Array], groups: int) -> dict[str, Array]:
             array = array[:, None]
         if name.endswith((".conv1d.weight", ".conv.conv.weight")):
             array = np.ascontiguousarray(array.squeeze(1))
-        if name.endswith(".mamba.norm.weight"):
+        if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
             array = array.reshape(groups, -1)
         parts[name.replace(".dt_bias", ".dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")] = array
     return parts
@@ -159,16 +160,22 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
         return {key: getattr(config, name) for key, name in keys.items()} | {"feed_forward_length": 4 * config.n_embd}
     facts: dict[str, Any] = {key: getattr(config, name) for key, name in {**KEYS, **keys}.items()}
     if OTHER_EPS not in keys:
-        facts[EPS] = config.norm_eps if architecture.startswith("lfm2") else config.rms_norm_eps
+        field = {"lfm": "norm_eps", "nem": "layer_norm_epsilon"}.get(architecture[:3], "rms_norm_eps")
+        facts[EPS] = getattr(config, field)
     if architecture in ATTENDING:
         kinds = getattr(config, "layers_block_type", None) or config.layer_types
         heads = [config.num_key_value_heads if kind in ATTENDING[architecture] else 0 for kind in kinds]
         facts["attention.head_count_kv"] = heads
+        if architecture.startswith("nemotron_h"):
+            sizes = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+            facts["feed_forward_length"] = [sizes.get(kind, 0) for kind in kinds]
+            facts["ssm.inner_size"] = config.mamba_num_heads * config.mamba_head_dim
     if architecture == "lfm2" and config.block_auto_adjust_ff_dim:
         multiple = config.block_multiple_of
         size = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
         facts["feed_forward_length"] = -(-size // multiple) * multiple
-    rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rotary = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4, "rope_type": "default"}
+    rotary = rotary.get("full_attention", rotary)
     theta, size = rotary["rope_theta"], getattr(config, "head_dim", None)
     if size:
         facts["attention.key_length"] = size
@@ -264,6 +271,15 @@ def _separated(arrays: dict[str, Array]) -> dict[str, Array]:
             for side, own in zip(("gate", "up"), sides, strict=True):
                 parts[f"{base}.experts.{side}_proj{end}"] = np.ascontiguousarray(own)
     return parts
+
+
+def _merged(name: str, architecture: str) -> str:
+    """Return the name of a stack of experts that the converter makes; other names as they are."""
+    if ".experts." in name and architecture == "lfm2moe":
+        return name.removeprefix("model.")
+    if ".experts." in name and architecture == "nemotron_h_moe":
+        return name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+    return name
 
 
 def _beside(arrays: dict[str, Array], name: str) -> str:

@@ -43,6 +43,13 @@ SSM = {
     "ssm.group_count": "mamba_n_groups",
     "ssm.time_step_rank": "mamba_n_heads",
 }
+NEMOTRON = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+    "ssm.time_step_rank": "mamba_num_heads",
+}
+ROUTED_EXPERTS = {key: name for key, name in ROUTED.items() if key != "leading_dense_block_count"}
 GROUPED = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 GRANITE = {
     "attention.scale": "attention_multiplier",
@@ -89,14 +96,13 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     "granite4-dense": ("granite", GRANITE | {"feed_forward_length": "shared_intermediate_size"}),
     "hunyuan": ("hunyuan-dense", {}),
     "lfm2": ("lfm2", {"shortconv.l_cache": "conv_L_cache"}),
-    "lfm2-moe": (
+    "lfm2-moe-unscaled": (
         "lfm2moe",
         {
             "shortconv.l_cache": "conv_L_cache",
             "expert_count": "num_experts",
             "expert_used_count": "num_experts_per_tok",
             "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_weights_scale": "routed_scaling_factor",
             "leading_dense_block_count": "num_dense_layers",
         },
     ),
@@ -113,6 +119,17 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     "ministral3": ("mistral3", {}),
     "mixtral": ("llama", EXPERTS),
     "nemotron-plain": ("nemotron", {OTHER_EPS: "norm_eps"}),
+    "nemotron-h": ("nemotron_h", NEMOTRON),
+    "nemotron-h-experts": (
+        "nemotron_h_moe",
+        NEMOTRON
+        | ROUTED_EXPERTS
+        | {
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_group_count": "n_group",
+            "expert_weights_norm": "norm_topk_prob",
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo2", WINDOW),
     "phi3": ("phi3", WINDOW),
@@ -152,6 +169,11 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         VARIANTS, "granite4-hybrid-nope", ("GraniteMoeHybrid", HYBRID["granite4-hybrid-experts"][1] | hybrid)
     )
+    monkeypatch.setitem(
+        VARIANTS, "lfm2-moe-unscaled", ("Lfm2Moe", HYBRID["lfm2-moe"][1] | {"routed_scaling_factor": 1.0})
+    )
+    experts = HYBRID["nemotron-h-experts"][1] | {"use_bias": False}
+    monkeypatch.setitem(VARIANTS, "nemotron-h-experts", ("NemotronH", experts))
     falcon = HYBRID["falcon-h1-normed"][1] | {"attention_bias": False, "mamba_norm_before_gate": False}
     monkeypatch.setitem(VARIANTS, "falcon-h1-plain", ("FalconH1", falcon))
     llama4 = {"no_rope_layers": None, "floor_scale": 8192, "attn_scale": 0.1, "attention_chunk_size": 8192}

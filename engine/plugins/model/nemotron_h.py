@@ -74,13 +74,14 @@ def _kinds(fields: Fields) -> list[str]:
 def _mamba(fields: Fields) -> Mamba2Shape:
     fields.choice("mamba_hidden_act", "silu", ("silu",))
     heads = fields.integer("mamba_num_heads", 128, maximum=MAX_HEADS)
+    head_size = fields.integer("mamba_inner_size", 64 * heads) // heads  # a GGUF file has that of all heads
     groups = fields.integer("n_groups", 8, maximum=MAX_HEADS)
     check_groups(fields, "n_groups", groups, heads)
     bias = fields.flag("use_bias", False)
     return Mamba2Shape(
         num_heads=heads,
         num_groups=groups,
-        head_size=fields.integer("mamba_head_dim", 64, maximum=MAX_WIDTH),
+        head_size=fields.integer("mamba_head_dim", head_size, maximum=MAX_WIDTH),
         state_size=fields.integer("ssm_state_size", 128, maximum=MAX_WIDTH),
         taps=fields.integer("conv_kernel", 4, minimum=2, maximum=MAX_TAPS),
         eps=read_norm(fields, "").eps,
