@@ -33,6 +33,8 @@ def checkpoint(variant: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return save(model, tmp_path_factory.mktemp(variant)), model
 
 
+# The reference has the short factors of longrope up to here, and the engine has one set for all tokens.
+UP_TO = {"phi4-longrope": {"max_model_len": 256}}
 Greedy = Callable[[list[int], list[int]], bool]
 
 
@@ -84,7 +86,7 @@ def check(variant: str, directory: Path, greedy: Greedy, page_size: int, prefill
         config={
             "kv": {"page_size": page_size, "num_pages": 2048 // page_size},
             "scheduler": {"prefill_chunk": prefill_chunk, "max_step_tokens": 64},
-            "model": {"dtype": "float32", "tokenizer": "none"},
+            "model": {"dtype": "float32", "tokenizer": "none"} | UP_TO.get(variant, {}),
         },
     ) as llm:
         together = [completion.token_ids for completion in llm.generate(prompts(), params)]
