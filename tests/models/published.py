@@ -16,7 +16,7 @@ from engine.models.model import Model
 from engine.plugins.families import read_model
 from engine.plugins.testing.steps import Driver
 from tests.models.checkpoints import random_tokens
-from tests.models.conftest import load
+from tests.models.conftest import SHORT, load
 
 PROMPT = random_tokens(33, 6)
 NUM_TOKENS = 64
@@ -44,7 +44,7 @@ def greedy(model: Model) -> list[int]:
 @torch.no_grad()
 def assert_same(directory: Path, reference: PreTrainedModel) -> None:
     """The reference's 64 greedy tokens, and its logits over all of them, in float32."""
-    model = load(read_model(directory))
+    model = load(read_model(directory, model=SHORT))
     tokens = greedy(model)
     expected = reference(input_ids=torch.tensor([tokens])).logits[0].float()
     assert expected.std() > 0.05, "the reference's logits are flat"

@@ -16,6 +16,9 @@ class Nothing:
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         return torch.zeros_like(q_TNH)
 
+    def own_slots(self, layer: int, slots_L: Tensor) -> Tensor:
+        return slots_L
+
     def read(self, layer: int, slots_L: Tensor) -> tuple[Tensor, Tensor]:
         return KEYS[slots_L], VALUES[slots_L]
 
