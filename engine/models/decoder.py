@@ -1,4 +1,4 @@
-"""The decoder that all families share: embedding, layers of attention and MLP, norm, LM head.
+"""The decoder that most families share: embedding, layers of attention and MLP, norm, LM head.
 
 Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wanted · D model dim · V vocabulary
         Q query heads · H head size
