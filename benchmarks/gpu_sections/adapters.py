@@ -57,14 +57,18 @@ def _write(folder: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     modules = adaptable_modules(System(build_config(Config(), {})).spec.shape)
     for number in range(NUM_ADAPTERS):
-        path = folder / f"adapter{number}"
-        path.mkdir()
-        tensors = {}
-        for name, (outputs, inputs) in modules.items():
-            tensors[tensor_name(name, "A")] = torch.randn(RANK, inputs, generator=generator) / inputs**0.5
-            tensors[tensor_name(name, "B")] = torch.randn(outputs, RANK, generator=generator) / 20
-        save_file(tensors, path / "adapter_model.safetensors")
-        (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}))
+        write_adapter(folder / f"adapter{number}", modules, RANK, generator)
+
+
+def write_adapter(path: Path, modules: Mapping[str, tuple[int, int]], rank: int, generator: torch.Generator) -> None:
+    """Write one adapter of all modules, which are outputs and inputs by name."""
+    path.mkdir()
+    tensors = {}
+    for name, (outputs, inputs) in modules.items():
+        tensors[tensor_name(name, "A")] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+        tensors[tensor_name(name, "B")] = torch.randn(outputs, rank, generator=generator) / 20
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
 
 
 async def _said(kind: str, folder: Path, num_out: int, graphs: Mapping[str, Any]) -> list[list[list[int]]]:

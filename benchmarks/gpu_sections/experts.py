@@ -1,6 +1,6 @@
 """A layer of experts by the kernel for all of them, captured, beside one product for each, which waits for values; and
 two halves of the experts, as ranks that divide them have them, whose results must add up.  Then experts in 4 bits, as
-files in MXFP4 have them, beside the bfloat16 weights that they stand for.
+files in MXFP4 have them, and in float8, beside the bfloat16 weights that they stand for.
 
 Sizes are of Qwen3-30B-A3B, and of gpt-oss-20b.  GB/s counts the weights of the experts that are visited, each once.
 """
@@ -13,7 +13,9 @@ import torch
 from engine.checkpoints.shape import ExpertsShape, RouterShape
 from engine.formats.mxfp4 import decoded
 from engine.kernels.choice import choose_kernels
+from engine.kernels.float8 import rounded
 from engine.layers.experts import Experts
+from engine.layers.float8_experts import BLOCK, EightBits
 from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.router import Router
@@ -22,6 +24,7 @@ from gpu_sections.kernels import no_kernels
 from gpu_sections.rows import Row, device_seconds, seconds_of
 
 BOUND = 3e-2  # of results around 1: both sides round to bfloat16 between the products and after each expert
+INTERPRETED_BOUND = 0.25  # of float8, which the interpreter rounds otherwise: a GPU's bits come from tests of kernels
 
 
 def section(
@@ -144,6 +147,69 @@ def four_bits(
             "of_bfloat16": seconds[0] / seconds[1],
             "gb_per_s": num_bytes / seconds[1] / 1e9,
         }
+
+
+def eight_bits(
+    device: torch.device,
+    num_experts: int = 128,
+    hidden_size: int = 2048,
+    expert_size: int = 768,
+    batches: tuple[int, ...] = (1, 8, 64, 512, 4096),
+) -> Iterator[Row]:
+    """A row per number of tokens, weights in float8 with a scale per block; of_bfloat16 is how many times as fast as
+    bfloat16 weights of the same values."""
+    kernels = choose_kernels(device)
+    if kernels is None:
+        yield from no_kernels(device)
+        return
+    stacks: list[tuple[EightBits, torch.Tensor]] = []
+    generator = torch.Generator(device).manual_seed(0)
+    for outputs, inputs in ((2 * expert_size, hidden_size), (hidden_size, expert_size)):
+        drawn = torch.randn((num_experts, outputs, inputs), generator=generator, device=device)
+        elements = drawn.to(torch.float8_e4m3fn)
+        blocks = (num_experts, outputs // BLOCK, inputs // BLOCK)
+        scales = (0.5 + torch.rand(blocks, generator=generator, device=device)) * inputs**-0.5
+        spread = scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+        stacks.append((EightBits(elements, scales), (elements.float() * spread).bfloat16()))
+    stored, weights = zip(*stacks, strict=True)
+    for num_tokens in batches:
+        generator = torch.Generator(device).manual_seed(num_tokens)
+        x_TD = torch.randn((num_tokens, hidden_size), generator=generator, device=device).bfloat16()
+        chosen_TK = torch.rand((num_tokens, num_experts), generator=generator, device=device).topk(8).indices
+        weights_TK = torch.full((num_tokens, 8), 0.125, device=device, dtype=torch.bfloat16)
+        found, seconds = [], []
+        for experts in (weights, stored):
+            mix = partial(kernels.mix_experts, x_TD, weights_TK, chosen_TK, *experts, None, None, "silu")
+            found.append(mix())
+            seconds.append(device_seconds(mix, device))
+        exact_TD = _by_rounded_rows(x_TD, chosen_TK, *weights) / 8
+        error = float((found[1].float() - exact_TD).abs().max() / exact_TD.abs().max())
+        visited = chosen_TK.unique().numel()
+        yield {
+            "case": f"{num_experts} experts in float8, {num_tokens} tokens",
+            "ok": error <= (BOUND if device.type == "cuda" else INTERPRETED_BOUND),
+            "error": error,
+            "us": seconds[1] * 1e6,
+            "of_bfloat16": seconds[0] / seconds[1],
+            "gb_per_s": visited * 3 * hidden_size * expert_size / seconds[1] / 1e9,
+        }
+
+
+def _by_rounded_rows(
+    x_TD: torch.Tensor, chosen_TK: torch.Tensor, gate_up_EOI: torch.Tensor, down_EDI: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of each token's experts, whose inputs are rounded to float8 in groups, in float32."""
+    out_TD = torch.zeros(x_TD.shape, device=x_TD.device)
+    for expert in chosen_TK.unique().tolist():
+        tokens = (chosen_TK == expert).any(1).nonzero()[:, 0]
+        gate_TI, up_TI = (_as_rounded(x_TD[tokens]) @ gate_up_EOI[expert].float().t()).chunk(2, 1)
+        out_TD[tokens] += _as_rounded(torch.nn.functional.silu(gate_TI) * up_TI) @ down_EDI[expert].float().t()
+    return out_TD
+
+
+def _as_rounded(x_TI: torch.Tensor) -> torch.Tensor:
+    elements_TI, scales_TG = rounded(x_TI, BLOCK)
+    return (elements_TI.float() * scales_TG.repeat_interleave(BLOCK, 1))[: len(x_TI)]
 
 
 def _sum_of_halves(layer: Experts, kernels: LayerKernels, x_TD: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,14 @@ QWEN3_06B: dict[str, Any] = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
+QWEN3_8B = {
+    **QWEN3_06B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
 QWEN3_14B = {
     **QWEN3_06B,
     "hidden_size": 5120,

@@ -38,6 +38,7 @@ class Section:
 
 MODEL = {"config": SMALL_QWEN3}
 DECODES = {**MODEL, "batches": (1, 2), "context": 40, "num_steps": 4}
+VARIANT = {**MODEL, "batches": (1, 2), "num_out": 9, "prompt_len": 12}
 LIBRARY = {"rows": 3, "context": 40, "kit": 1}
 SECTIONS: Mapping[str, Section] = {
     # For compilers that find nothing of theirs on disk, so that the others need not wait for them.
@@ -53,6 +54,8 @@ SECTIONS: Mapping[str, Section] = {
     "attention_triton_tuning": Section(
         "gpu_sections.attention_triton_speed:tuning", {"batches": (1,), "contexts": (1024,)}
     ),
+    "attention_shared": Section("gpu_sections.attention_shapes:shared", {"sizes": ((16, 96, 16),)}),
+    "attention_latents": Section("gpu_sections.attention_shapes:latents", {"sizes": ((16, 2, 48),)}),
     "flashinfer": Section("gpu_sections.attention_libraries:flashinfer", LIBRARY),
     # Its kernels for these pages are compiled at their first use.
     "flashinfer_fp8": Section("gpu_sections.attention_libraries:flashinfer_fp8", LIBRARY, limit_s=LONGEST_S),
@@ -68,6 +71,9 @@ SECTIONS: Mapping[str, Section] = {
     "four_bits": Section(
         "gpu_sections.experts:four_bits", {"num_experts": 8, "hidden_size": 96, "expert_size": 64, "batches": (1, 9)}
     ),
+    "eight_bits": Section(
+        "gpu_sections.experts:eight_bits", {"num_experts": 8, "hidden_size": 128, "expert_size": 128, "batches": (1, 9)}
+    ),
     "four_bit_linears": Section(
         "gpu_sections.four_bit_linears:section",
         {"shapes": ((70, 128),), "groups": (64, 32), "rows": (1, 20), "ring_bytes": 1},
@@ -79,6 +85,10 @@ SECTIONS: Mapping[str, Section] = {
     "weights": Section("gpu_sections.weights:weights", {"num_bytes": 1 << 20}),
     "stored_pages": Section("gpu_sections.stored_pages:stored_pages", {"num_layers": 2, "num_pages": 5}, timed=False),
     "nccl": Section("gpu_sections.nccl:section"),
+    "summed_norms": Section("gpu_sections.summed_norms:section", timed=False),
+    "families": Section(
+        "gpu_sections.families:section", {"names": ("llama", "deepseek-v3")}, limit_s=400.0, timed=False
+    ),
     "greedy": Section(
         "gpu_sections.greedy:greedy", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}, timed=False
     ),
@@ -86,6 +96,9 @@ SECTIONS: Mapping[str, Section] = {
         "gpu_sections.greedy:speculation", {"num_prompts": 2, "num_out": 24, "graphs": {"mode": "off"}}, timed=False
     ),
     "adapters": Section("gpu_sections.adapters:adapters", {"num_out": 8, "graphs": {"mode": "off"}}, timed=False),
+    "drafts": Section("gpu_sections.variants:drafts", VARIANT),
+    "float8_model": Section("gpu_sections.variants:float8", VARIANT),
+    "adapted": Section("gpu_sections.variants:adapted", VARIANT),
     "through_transformers": Section(
         "gpu_sections.greedy:through_transformers",
         {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}},

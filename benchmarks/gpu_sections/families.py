@@ -1,0 +1,65 @@
+"""Tiny checkpoints of every family through the whole engine, in float32: the tokens that transformers generates.
+
+They lie in ``build/families``; ``python -m tests.models.answers build/families`` writes them.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from callboard import LLM, SamplingParams
+from gpu_sections.rows import Row, skipped
+from gpu_sections.stepping import captures, unmeasured
+
+FOLDER = Path(__file__).parents[2] / "build" / "families"
+ANSWERS = "answers.json"
+MOST_WORKERS = 8  # processes on one GPU, each with a context and a small pool
+
+
+def section(device: torch.device, names: tuple[str, ...] = ()) -> Iterator[Row]:
+    """A row per checkpoint and mode of graphs, as it ends.  names: only these."""
+    found = sorted(path.parent for path in FOLDER.glob(f"*/{ANSWERS}") if not names or path.parent.name in names)
+    if not found:
+        yield skipped(f"{FOLDER} has no checkpoints: python -m tests.models.answers {FOLDER.relative_to(Path.cwd())}")
+        return
+    workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        writing = {pool.submit(_rows, path, device.type): path.name for path in found}
+        for done in as_completed(writing):
+            try:
+                yield from done.result()
+            except Exception as error:  # of one family, whatever it is
+                problem = f"{type(error).__name__}: {str(error)[:300]}"
+                yield {"case": writing[done], "ok": False, "problem": problem}
+
+
+def _rows(path: Path, kind: str) -> list[Row]:
+    """Return a row for each mode of graphs."""
+    device = torch.device(kind)
+    torch.set_num_threads(1)
+    answers = json.loads((path / ANSWERS).read_text())
+    prompts, expected = answers["prompts"], answers["tokens"]
+    params = SamplingParams(temperature=0.0, max_tokens=len(expected[0]), ignore_eos=True)
+    rows = []
+    for mode in ("off", "auto") if captures(device) else ("off",):
+        tables = {
+            "device": {"kind": kind},
+            "model": {"dtype": "float32", "tokenizer": "none", "max_model_len": 128},
+            "kv": {"num_pages": 64},
+            "graphs": {"mode": mode, "max_tokens": 32},
+            "scheduler": {"max_running": len(prompts), "prefill_chunk": 24, "max_step_tokens": 96},
+            "plugins": unmeasured(device),
+        }
+        with LLM(str(path), progress=False, config=tables) as llm:
+            # Twice: the second time prompts are found in the prefix cache.
+            for again in ("", ", cached"):
+                outputs = [one.token_ids for one in llm.generate(prompts, params)]
+                same = sum(one == other for one, other in zip(outputs, expected, strict=True))
+                case = f"{path.name}, graphs {mode}{again}: {same} of {len(prompts)} outputs"
+                rows.append({"case": case, "ok": outputs == expected})
+    return rows
