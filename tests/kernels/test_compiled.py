@@ -37,7 +37,7 @@ WAITING = {
     "advance_head": (True, True), "convolve_tile": (False, True), "expand_outputs": (True, True),
     "fill_row": (False, False), "gate_columns": (False, True), "gate_groups": (False, True),
     "gate_round_groups": (False, True), "gather_rows": (False, True), "list_row": (False, False),
-    "multiply_rows": (True, True), "prepare_chunk": (True, True), "reduce_inputs": (False, True),
+    "multiply_rows": (True, True), "prepare_chunk": (True, True), "reduce_inputs": (True, True),
     "rotate_heads": (True, True), "round_row": (False, True), "sum_norm_rows": (True, True),
     "tabulate_angles": (False, True), "write_places": (False, False),
 }  # fmt: skip
