@@ -33,16 +33,35 @@ def order(kernel: Any) -> dict[str, Any]:
 
     early: whether it is launched before its predecessor is complete.  waits, lets_next: how often it says so.
     read_before, written_before: accesses to memory in front of the first wait."""
-    code = kernel.asm["ptx"]
-    before, _, behind = code.partition("griddepcontrol.wait")
+    all_of_it = instructions(kernel.asm["ptx"])
+    wait, lets_next = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    num_before = all_of_it.index(wait) if wait in all_of_it else len(all_of_it)
+    before, behind = all_of_it[:num_before], all_of_it[num_before:]
     return {
         "early": bool(kernel.metadata.launch_pdl),
-        "waits": code.count("griddepcontrol.wait"),
-        "lets_next": behind.count("griddepcontrol.launch_dependents"),
-        "lets_next_before": before.count("griddepcontrol.launch_dependents"),
-        "read_before": before.count("ld.global") + before.count("cp.async"),
-        "written_before": sum(before.count(one) for one in ("st.global", "atom.", "red.")),
+        "waits": all_of_it.count(wait),
+        "lets_next": behind.count(lets_next),
+        "lets_next_before": before.count(lets_next),
+        "read_before": sum(_accesses(one, "ld") or one.startswith("cp.async") for one in before),
+        "written_before": sum(_accesses(one, "st", "atom", "red") for one in before),
     }
+
+
+INSTRUCTION = re.compile(r"^\s*\{?\s*(?:@!?%\w+\s+)?([a-z]\w*(?:[.:]+\w+)*)", re.MULTILINE)
+OWN_MEMORY = ("shared", "local", "param", "const")
+
+
+def instructions(ptx: str) -> list[str]:
+    """The names of all instructions, with their qualifiers.  A line has one at most.
+
+    Comments, directives, labels and names of variables may contain the same text."""
+    return INSTRUCTION.findall(ptx)
+
+
+def _accesses(name: str, *kinds: str) -> bool:
+    """Whether an instruction is of one of the kinds, and on memory that other kernels see."""
+    kind, *qualifiers = name.split(".")
+    return kind in kinds and not any(one.split("::")[0] in OWN_MEMORY for one in qualifiers)
 
 
 def resources(kernel: Any) -> dict[str, int]:

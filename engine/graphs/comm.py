@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.graphs.breakable import SegmentRecorder
-from engine.layers.comm import CapturableComm, Comm, ExchangingComm, NormingComm
+from engine.layers.comm import Comm, ExchangingComm, NormingComm, is_capturable
 
 COLLECTIVE = "collective"  # the kind of break
 
@@ -25,7 +25,7 @@ class BreakingComm:
         self.size = comm.size
         self._comm = comm
         self._recorder = recorder
-        self._capturable = isinstance(comm, CapturableComm) and comm.capturable
+        self._capturable = is_capturable(comm)
         self._traced = False
         self._norming = comm if isinstance(comm, NormingComm) and self._capturable else None
         self.norms = self._norming is not None and self._norming.norms

@@ -67,6 +67,11 @@ class CapturableComm(Protocol):
     capturable: bool
 
 
+def is_capturable(comm: Comm) -> bool:
+    """Return whether a CUDA graph can hold a library's collectives."""
+    return isinstance(comm, CapturableComm) and comm.capturable
+
+
 class Unconnected:
     """A rank of a group that does not exist: a model planned on the meta device needs shapes and no answers."""
 

@@ -21,6 +21,7 @@ from engine.execution.needs import Needs
 from engine.execution.rows import DeviceRows
 from engine.features.speculation.drafting import Drafter
 from engine.layers.attention import AttentionBackend
+from engine.layers.comm import is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.models.loader import load_model
 from engine.models.model import Model, build_model
@@ -137,16 +138,24 @@ class RankDraft:
             self._own = pool, self._attention.build(pool)
 
     def capture(self, drafter: Drafter) -> None:
-        """Capture the passes of a drafter, unless several ranks add up results between them."""
-        if self._own is None or self._comm.size > 1:
+        """Capture the passes of a drafter."""
+        if not self._captures:
             return
         drafter.capture(self._graphs, self._own_attention, self._config.scheduler.max_running, self._progress)
 
     def graph_bytes(self, drafter: Drafter) -> int:
         """Return the bytes that ``capture`` will take."""
-        if self._own is None or self._comm.size > 1:
+        if not self._captures:
             return 0
         return drafter.graph_bytes(self._graphs, self._own_attention, self._config.scheduler.max_running)
+
+    @property
+    def _captures(self) -> bool:
+        """Whether its passes can be graphs.
+
+        Sums of several ranks must be part of them: outside, they would leave out rows behind padding, of which the
+        first pass has some between rows."""
+        return self._own is not None and (self._comm.size == 1 or is_capturable(self._comm))
 
     def _own_attention(self) -> AttentionBackend:
         assert self._own is not None, "the draft model has no pool"

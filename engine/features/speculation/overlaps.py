@@ -7,9 +7,12 @@ for the most that its rows may be by then runs behind the tokens that were right
 in the step before is not drafted for: after some such steps, one is waited for, which may begin with it.
 """
 
+import numpy as np
+
 from engine.features.speculation.guesses import may_speculate
 from engine.scheduling.feature import PlannerParts
 from engine.scheduling.rows import Rows, Sequence
+from engine.scheduling.step_builder import NO_ROWS
 from engine.types.params import SamplingParams
 
 MOST_IN_TURN = 16
@@ -55,9 +58,11 @@ class Overlaps:
         self._drafted = {row for row, proposed in drafts.items() if proposed}
         self._num_in_turn = self._num_in_turn + 1 if overlaps else 0
 
-    def num_sampling(self, row: int) -> int:
-        """Return the most tokens of a row that the steps in flight may add."""
-        return sum(int((record.sampled_rows == row).sum()) for record in self._parts.completions.in_flight)
+    def num_sampling(self, rows: Rows) -> Rows:
+        """Return the most tokens of each row that the steps in flight may add."""
+        sampled = [record.sampled_rows for record in self._parts.completions.in_flight]
+        counts = np.bincount(np.concatenate((NO_ROWS, *sampled)), minlength=len(self._table.num_planned))
+        return counts[rows].astype(rows.dtype)
 
     def started(self, sequence: Sequence) -> None:
         """Note a sequence that takes a row."""

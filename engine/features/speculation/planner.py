@@ -228,12 +228,12 @@ class SpeculationPlanner(PlannerFeature):
 
     def completed(self, record: InFlight, seconds: float) -> None:
         table, drafts = self._table, drafts_of(record)
-        for row, proposed in drafts.items():
-            if proposed and table.running[row]:
-                table.num_planned[row] = table.num_known[row] + self._overlaps.num_sampling(row)
-                table.num_computed[row] = table.num_planned[row] - 1
-                self._overrun.add(row)
-                self._decodes.recount()
+        rows = np.array([row for row, proposed in drafts.items() if proposed and table.running[row]], dtype=np.int32)
+        if len(rows):
+            table.num_planned[rows] = table.num_known[rows] + self._overlaps.num_sampling(rows)
+            table.num_computed[rows] = table.num_planned[rows] - 1
+            self._overrun.update(rows.tolist())
+            self._decodes.recount()
         self._measure(record, drafts, seconds)
         for row in dict.fromkeys(record.sampled_rows.tolist()):
             if table.running[row]:

@@ -222,7 +222,7 @@ def test_rows_that_the_host_samples_keep_steps_from_overlapping(params: dict[str
 
 
 def _too_few_planned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Overlaps, "num_sampling", lambda self, row: 0)
+    patch.setattr(Overlaps, "num_sampling", lambda self, rows: np.zeros_like(rows))
 
 
 def _pages_of_known_tokens(patch: pytest.MonkeyPatch) -> None:
