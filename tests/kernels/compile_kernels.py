@@ -23,8 +23,9 @@ from engine.kernels.activation import KINDS, gated
 from engine.kernels.adapters import add_adapters, output_tiles
 from engine.kernels.embedding import embed_shard
 from engine.kernels.experts import mix_experts
-from engine.kernels.few_rows import MOST_ROWS, multiply_few
+from engine.kernels.few_rows import MOST_ROWS, multiply_few, multiply_few_blocks
 from engine.kernels.fixed_products import fixed_product
+from engine.kernels.float8 import GROUP
 from engine.kernels.four_bit_products import TILE_ROWS, Codes, multiply_four_bits, widened
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
@@ -139,6 +140,12 @@ def products(dtype: torch.dtype) -> None:
             multiply_few(x_TI, weight_OI, weight_OI[:, 0].contiguous())
             if dtype == torch.bfloat16:
                 multiply_few(x_TI, weight_OI.to(torch.int8), None, weight_OI[:, 0].contiguous())
+            if dtype == torch.bfloat16 and inputs % GROUP == 0:
+                scales_GT = torch.empty((inputs // GROUP, 4), device="meta")
+                scales_BL = torch.empty((outputs // GROUP, inputs // GROUP), device="meta")
+                rows_TI = torch.empty((4, inputs), dtype=torch.float8_e4m3fn, device="meta")
+                blocks_OI = weight_OI.to(torch.float8_e4m3fn)
+                multiply_few_blocks(rows_TI, scales_GT.t(), blocks_OI, scales_BL.t(), num_rows, dtype)
 
 
 def four_bits(dtype: torch.dtype) -> None:

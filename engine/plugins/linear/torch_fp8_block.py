@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.choice import choose_kernels
 from engine.kernels.float8 import FLOAT8, GROUP
 from engine.kernels.float8_blocks import in_blocks
 from engine.kernels.float8_ops import round_rows
@@ -31,12 +32,17 @@ CALLBOARD_PLUGIN = {
 }
 MULTIPLE = 16  # required of outputs; inputs are whole groups
 SCALES_MULTIPLE = 4  # columns of scales begin at 16 bytes
+FEW_ROWS = 4  # up to which a kernel of this project reads the weight faster than torch's product
 TRIAL_ERROR = 0.05  # of a product of rounded numbers, relative to its size
 
 
 @torch.library.custom_op("callboard::multiply_blocks", mutates_args=())
 def multiply_blocks(x_TI: Tensor, scales_TC: Tensor, weight_OI: Tensor, scales_LB: Tensor, num_rows: int) -> Tensor:
     """Return bfloat16 [num_rows, O]; x may have more rows.  A compiler sees one operation."""
+    if num_rows <= FEW_ROWS and choose_kernels(x_TI.device) is not None:
+        from engine.kernels.few_rows import multiply_few_blocks  # needs triton
+
+        return multiply_few_blocks(x_TI, scales_TC, weight_OI, scales_LB, num_rows, torch.bfloat16)
     recipes = F.ScalingType
     y_TO = F.scaled_mm(
         x_TI,

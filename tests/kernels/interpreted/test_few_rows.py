@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from engine.kernels import few_rows
-from engine.kernels.few_rows import MOST_ROWS, multiply_few
+from engine.kernels.few_rows import MOST_ROWS, multiply_few, multiply_few_blocks
+from engine.kernels.float8 import GROUP, rounded
 from engine.plugins.declaration import read_declaration
 from engine.plugins.linear import triton_rows
+from engine.plugins.linear.torch_fp8_block import Fp8BlockWeight
 from engine.plugins.linear.triton_rows import callboard_linear
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing import linear as kit
@@ -52,6 +54,25 @@ def test_int8_weights_times_their_scales(monkeypatch):
     x = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
     expected = x.double() @ (integers.double() * scales.double()[:, None]).T
     assert torch.allclose(multiply_few(x, integers, None, scales).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("float8_as_a_gpu_rounds_it")
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("widest", [256, 4096])
+def test_float8_weights_with_a_scale_per_block(monkeypatch, num_rows, widest):
+    """Blocks of outputs that programs do not end in, tiles with several groups, and scales that are padded."""
+    monkeypatch.setattr(few_rows, "WIDEST_TILE", widest)
+    generator = torch.Generator().manual_seed(num_rows)
+    weight = torch.randn(272, 640, generator=generator) * torch.logspace(-3, 1, 272)[:, None]
+    x = torch.randn(num_rows, 640, generator=generator)
+    x[:, 128:256] *= 1000
+    packed = Fp8BlockWeight(weight.bfloat16())
+    rows, scales = rounded(x, GROUP)
+    found = multiply_few_blocks(rows, scales, packed._weight_OI, packed._scales_LB, num_rows, torch.float32)
+    exact_x = rows.double() * scales.double().repeat_interleave(GROUP, 1)
+    spread = packed._scales_LB.t()[:, : 640 // GROUP].repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)[:272]
+    expected = exact_x[:num_rows] @ (packed._weight_OI.double() * spread.double()).t()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_a_large_head_is_left_to_torch(monkeypatch):
