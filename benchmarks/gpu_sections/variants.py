@@ -20,6 +20,7 @@ from engine.control.system import System
 from engine.features.lora.files import AdapterRules, adaptable_modules, read_adapter
 from engine.messages import RequestOptions
 from gpu_sections.adapters import write_adapter
+from gpu_sections.hybrids import stored_checkpoint
 from gpu_sections.rows import Row
 from gpu_sections.shapes import QWEN3_06B, QWEN3_8B
 from gpu_sections.stepping import checkpoint, unmeasured
@@ -37,12 +38,11 @@ def drafts(
     prompt_len: int = PROMPT_LEN,
 ) -> Iterator[Row]:
     """Output tokens per second with three drafted tokens by the model itself, and without."""
-    with checkpoint(dict(config)) as path:
+    with stored_checkpoint(dict(config)) as path:  # so that both read the same weights
         options = {"proposer.draft_model": {"path": path}}
         ways = {"plain": {}, "drafts of its own": {"proposer": "draft_model", "options": options}}
-        yield from _compared(
-            device, {name: (path, {"plugins": plugins}) for name, plugins in ways.items()}, batches, num_out, prompt_len
-        )
+        tried = {name: (path, {"plugins": plugins}) for name, plugins in ways.items()}
+        yield from _compared(device, tried, batches, num_out, prompt_len, "safetensors")
 
 
 def float8(
@@ -63,6 +63,7 @@ def _compared(
     batches: Sequence[int],
     num_out: int,
     prompt_len: int,
+    load_format: str = "dummy",
 ) -> Iterator[Row]:
     """Rows of each way, a directory and its sections, with the rate over the first way's."""
     plain: dict[int, float] = {}
@@ -70,6 +71,7 @@ def _compared(
     for name, (path, sections) in ways.items():
         tables = {
             **_tables(device, max(batches)),
+            "model": {"load_format": load_format, "tokenizer": "none"},
             "plugins": {**unmeasured(device), **sections.get("plugins", {})},
         }
         with LLM(path, progress=False, config=tables) as llm:

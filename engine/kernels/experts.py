@@ -1,4 +1,4 @@
-"""A mixture of experts in four or five launches, whose sizes depend only on the number of tokens.
+"""A mixture of experts in four to seven launches, whose sizes depend only on the number of tokens.
 
 Legend: T tokens · D model dim · E experts · K experts of a token · P pairs of token and expert, T K · I intermediate
         features · O outputs of gate and up, 2 I · M pairs of a tile · N outputs of a tile · C inputs of a tile
@@ -13,8 +13,9 @@ depend on the rest of its tile, and a token's results are added up in one order:
 Weights in 4 bits become bfloat16 in registers, exactly: a tile of them is the first operand of the product, which
 tensor cores of a Hopper GPU read from registers.
 
-With weights in float8 the inputs of both products are rounded to float8 in registers, with a scale per 128 of them, as
-``float8.py`` rounds rows for other layers; the sum over such a block is scaled and added up in float32.
+With weights in float8 the inputs of both products are rounded to float8 with a scale per 128 of them, as ``float8.py``
+rounds rows for other layers: those of few pairs in registers, those of many by a launch in front of each product, as
+all blocks of columns read them.  The sum over such a block is scaled and added up in float32.
 """
 
 import math
@@ -29,6 +30,7 @@ from torch import Tensor
 from engine.kernels import float8
 from engine.kernels.activation import KINDS, activated
 from engine.kernels.products import multiply
+from engine.kernels.rounding import MAX_WIDTH, round_rows
 from engine.layers.float8_experts import BLOCK, EightBits
 from engine.layers.four_bits import FourBits
 
@@ -109,15 +111,22 @@ def mix_experts(
         "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
     }  # fmt: skip
     gated_PI = torch.empty((num_pairs, inner), dtype=x_TD.dtype, device=device)
+    # Every block of columns reads all inputs of a tile: where there are many, they are rounded once, by a launch.
+    rounded = bool(group) and tiles.pairs > FLOAT8_TILES[0].pairs and max(width, inner) <= MAX_WIDTH
+    shared["ROUNDED"] = rounded
+    inputs, input_scales = round_rows(x_TD, group) if rounded else (x_TD, None)
     gate_pairs[(num_tiles * triton.cdiv(inner, tiles.gate_columns),)](
-        x_TD, order_P, counts_E, gate_up, gate_up_scales, gate_up_bias_EO, gated_PI, num_tiles, limit, slope,
+        inputs, input_scales, order_P, counts_E, gate_up, gate_up_scales, gate_up_bias_EO, gated_PI, num_tiles,
+        0 if input_scales is None else input_scales.stride(1), limit, slope,
         INNER=width, WIDTH=inner, KIND=CLAMPED if kind == "clamped_swish" else KINDS[kind],
         BIASED=gate_up_bias_EO is not None, PACKED=packed, BLOCK_N=tiles.gate_columns, **shared,
     )  # fmt: skip
     new = torch.empty if first_expert is None else torch.zeros  # no program writes results of experts of other ranks
     results_PD = new((num_pairs, width), dtype=x_TD.dtype, device=device)
+    inputs, input_scales = round_rows(gated_PI, group) if rounded else (gated_PI, None)
     down_pairs[(num_tiles * triton.cdiv(width, tiles.down_columns),)](
-        gated_PI, order_P, counts_E, down, down_scales, down_bias_ED, weights_TK, results_PD, num_tiles,
+        inputs, input_scales, order_P, counts_E, down, down_scales, down_bias_ED, weights_TK, results_PD, num_tiles,
+        0 if input_scales is None else input_scales.stride(1),
         INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, PACKED=packed, BLOCK_N=tiles.down_columns, **shared,
     )  # fmt: skip
     results_TKD = results_PD.view(num_tokens, num_chosen, width)
@@ -313,11 +322,11 @@ def near_tile(num_tiles, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def gate_pairs(
-    x, order, counts, gate_up, scales, bias, out, num_tiles, limit, slope,
+    x, x_scales, order, counts, gate_up, scales, bias, out, num_tiles, x_stride, limit, slope,
     INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    ROUNDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of activation(gate(x)) * up(x) for a tile's pairs, in order."""
     tile, columns = near_tile(num_tiles, WIDTH, BLOCK_N, AT_ONCE)
@@ -353,7 +362,10 @@ def gate_pairs(
         for at in range(0, INNER // GROUP):
             c_C = at * GROUP + tl.arange(0, GROUP)
             x_MC = tl.load(x + token_M[:, None] * INNER + c_C[None, :], mask=live_M[:, None], other=0.0)
-            rounded_MC, scale_M = rounded_rows(x_MC)
+            if ROUNDED:
+                rounded_MC, scale_M = x_MC, tl.load(x_scales + token_M + at * x_stride, mask=live_M, other=0.0)
+            else:
+                rounded_MC, scale_M = rounded_rows(x_MC)
             gate_MN = multiply_block(
                 rounded_MC, scale_M, gates, scales, block, gate_N, at, c_C, gate_MN, INNER, INTERPRETED
             )
@@ -387,11 +399,11 @@ def gate_pairs(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def down_pairs(
-    gated, order, counts, down, scales, bias, weights, out, num_tiles,
+    gated, gated_scales, order, counts, down, scales, bias, weights, out, num_tiles, gated_stride,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr, NUM_CHOSEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    ROUNDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of weight * down(...) for a tile's pairs, to the pairs' places."""
     tile, columns = near_tile(num_tiles, WIDTH, BLOCK_N, AT_ONCE)
@@ -420,7 +432,13 @@ def down_pairs(
             gated_MC = tl.load(
                 gated + place_M.to(tl.int64)[:, None] * INNER + c_C[None, :], mask=live_M[:, None], other=0.0
             )
-            rounded_MC, scale_M = rounded_rows(gated_MC)
+            if ROUNDED:
+                rounded_MC, scale_M = (
+                    gated_MC,
+                    tl.load(gated_scales + place_M + at * gated_stride, mask=live_M, other=0.0),
+                )
+            else:
+                rounded_MC, scale_M = rounded_rows(gated_MC)
             out_MN = multiply_block(
                 rounded_MC, scale_M, down + row * INNER, scales, block, n_N, at, c_C, out_MN, INNER, INTERPRETED
             )

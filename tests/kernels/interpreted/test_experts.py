@@ -316,6 +316,22 @@ def test_a_mistake_with_experts_in_float8_is_found(mistake: str, tmp_path: Path)
         check_float8(planted, 5, 2, 2, 256, 128)
 
 
+@pytest.mark.usefixtures("float8_as_a_gpu_rounds_it")
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("x_scales + token_M + at * x_stride", "x_scales + token_M"),
+        ("x_scales + token_M + at * x_stride", "x_scales + place_M + at * x_stride"),
+        ("gated_scales + place_M + at * gated_stride", "gated_scales + place_M"),
+    ],
+    ids=["scale of the first inputs", "scale of another token", "scale of the first gated numbers"],
+)
+def test_a_mistake_with_inputs_that_were_rounded_before_is_found(right: str, wrong: str, tmp_path: Path):
+    planted = with_mistake(kernel, right, wrong, tmp_path)
+    with pytest.raises(AssertionError):
+        check_float8(planted, 70, 2, 1, 256, 256)
+
+
 def check_damage(module: ModuleType) -> None:
     """An input of a token that is no number, behind which none of its outputs is a finite one."""
     (gate_up, _), (down, _) = in_float8(1, 256, 128, seed=2), in_float8(1, 128, 128, seed=4)
