@@ -162,7 +162,7 @@ def eight_bits(
     if kernels is None:
         yield from no_kernels(device)
         return
-    stacks: list[tuple[EightBits, torch.Tensor]] = []
+    stacks: list[tuple[EightBits, torch.Tensor, torch.Tensor]] = []
     generator = torch.Generator(device).manual_seed(0)
     for outputs, inputs in ((2 * expert_size, hidden_size), (hidden_size, expert_size)):
         drawn = torch.randn((num_experts, outputs, inputs), generator=generator, device=device)
@@ -170,8 +170,9 @@ def eight_bits(
         blocks = (num_experts, outputs // BLOCK, inputs // BLOCK)
         scales = (0.5 + torch.rand(blocks, generator=generator, device=device)) * inputs**-0.5
         spread = scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-        stacks.append((EightBits(elements, scales), (elements.float() * spread).bfloat16()))
-    stored, weights = zip(*stacks, strict=True)
+        floats = elements.float() * spread
+        stacks.append((EightBits(elements, scales), floats.bfloat16(), floats))
+    stored, weights, exact = zip(*stacks, strict=True)
     for num_tokens in batches:
         generator = torch.Generator(device).manual_seed(num_tokens)
         x_TD = torch.randn((num_tokens, hidden_size), generator=generator, device=device).bfloat16()
@@ -182,7 +183,7 @@ def eight_bits(
             mix = partial(kernels.mix_experts, x_TD, weights_TK, chosen_TK, *experts, None, None, "silu")
             found.append(mix())
             seconds.append(device_seconds(mix, device))
-        exact_TD = _by_rounded_rows(x_TD, chosen_TK, *weights) / 8
+        exact_TD = _by_rounded_rows(x_TD, chosen_TK, *exact) / 8
         error = float((found[1].float() - exact_TD).abs().max() / exact_TD.abs().max())
         visited = chosen_TK.unique().numel()
         yield {
@@ -202,8 +203,8 @@ def _by_rounded_rows(
     out_TD = torch.zeros(x_TD.shape, device=x_TD.device)
     for expert in chosen_TK.unique().tolist():
         tokens = (chosen_TK == expert).any(1).nonzero()[:, 0]
-        gate_TI, up_TI = (_as_rounded(x_TD[tokens]) @ gate_up_EOI[expert].float().t()).chunk(2, 1)
-        out_TD[tokens] += _as_rounded(torch.nn.functional.silu(gate_TI) * up_TI) @ down_EDI[expert].float().t()
+        gate_TI, up_TI = (_as_rounded(x_TD[tokens]) @ gate_up_EOI[expert].t()).chunk(2, 1)
+        out_TD[tokens] += _as_rounded(torch.nn.functional.silu(gate_TI) * up_TI) @ down_EDI[expert].t()
     return out_TD
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from callboard import LLM, SamplingParams
+from engine.types.errors import ConfigError, PluginError
 from gpu_sections.rows import Row, skipped
 from gpu_sections.stepping import captures, unmeasured
 
@@ -53,9 +54,14 @@ def _rows(path: Path, kind: str) -> list[Row]:
             "kv": {"num_pages": 64},
             "graphs": {"mode": mode, "max_tokens": 32},
             "scheduler": {"max_running": len(prompts), "prefill_chunk": 24, "max_step_tokens": 96},
-            "plugins": unmeasured(device),
         }
-        with LLM(str(path), progress=False, config=tables) as llm:
+        try:
+            llm = LLM(str(path), progress=False, config={**tables, "plugins": unmeasured(device)})
+        except PluginError:  # of attention that some families need, and this project's kernels do not have
+            llm = LLM(str(path), progress=False, config={**tables, "plugins": {"attention": "torch"}})
+        except ConfigError as error:  # what runs on CPUs alone
+            return [skipped(str(error), path.name)]
+        with llm:
             # Twice: the second time prompts are found in the prefix cache.
             for again in ("", ", cached"):
                 outputs = [one.token_ids for one in llm.generate(prompts, params)]

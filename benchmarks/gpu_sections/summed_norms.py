@@ -1,6 +1,6 @@
 """The sum over ranks in the launch of a norm, by ranks that are streams of one GPU: the same bits on all, and the time.
 
-Between GPUs a counter takes longer; what is timed here is the kernel, and what is checked its order of memory.
+Programs of all ranks must be on the GPU at once, so tokens are few.  Between GPUs a counter takes longer; what is timed here is the kernel, and what is checked its order of memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ USES = 50  # of the memory, so that both halves of a slot are written again
 
 def section(
     device: torch.device,
-    sizes: Sequence[tuple[int, int, int]] = ((2, 1, 4096), (2, 16, 4096), (8, 1, 8192), (8, 16, 8192)),
+    sizes: Sequence[tuple[int, int, int]] = ((2, 1, 4096), (2, 16, 4096), (8, 1, 8192), (8, 4, 8192)),
 ) -> Iterator[Row]:
     """A row per size.  sizes: (ranks, tokens, width)."""
     if choose_kernels(device) is None:
