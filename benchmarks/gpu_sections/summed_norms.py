@@ -1,6 +1,7 @@
 """The sum over ranks in the launch of a norm, by ranks that are streams of one GPU: the same bits on all, and the time.
 
-Programs of all ranks must be on the GPU at once, so tokens are few.  Between GPUs a counter takes longer; what is timed here is the kernel, and what is checked its order of memory.
+Programs of all ranks must be on the GPU at once, so tokens are few.  Between GPUs a counter takes longer; what is
+timed here is the kernel, and what is checked its order of memory.
 """
 
 from collections.abc import Iterator, Sequence
