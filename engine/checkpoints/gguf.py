@@ -135,13 +135,15 @@ def _named(
     names = {**NAMES, **family.names}
     behind = tuple(f"{tensor.name.partition('.nextn.')[0]}." for tensor in tensors if ".nextn." in tensor.name)
     for tensor in tensors:
-        if tensor.name in (DIVISORS, SHORT, LONG) or tensor.name.startswith(behind):
-            continue  # part of the configuration, or of layers that predict several tokens
+        if tensor.name in (DIVISORS, SHORT, LONG):
+            continue  # part of the configuration
         path, found = paths[tensor.part], TENSOR.fullmatch(tensor.name)
         own_name = None if found is None else names.get(f"{found[2]}{found[3]}")
         if found is None or (own_name is None and found[2] not in names):
             raise WeightsError(f"{path}: tensor {tensor.name!r} is not known")
         layer = "" if found[1] is None else f"{family.layers}.{found[1]}."
+        if family.predictor and tensor.name.startswith(behind):
+            layer = "" if ".nextn." in tensor.name else f"{family.predictor}."
         name = layer + (own_name or f"{names[found[2]]}{found[3]}")
         parts = _experts(path, tensor) if "#" in name else [_shaped(tensor, f"{found[2]}{found[3]}")]
         for number, part in enumerate(parts):

@@ -36,6 +36,10 @@ NAMES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    # Of a layer that predicts one token further.
+    "nextn.eh_proj": "eh_proj", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm", "nextn.shared_head_head": "shared_head.head",
+    "nextn.embed_tokens": "embed_tokens",
 }  # fmt: skip
 HEAD_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 SHARED = {f"ffn_{one}_shexp": f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")}
@@ -58,6 +62,9 @@ DELTA = {
     "ssm_in": "linear_attn.in_proj_qkvz",  # both of these, in early files
     "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias", "ssm_a": "linear_attn.A_log",
     "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding", "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm", "nextn.shared_head_head": "mtp.shared_head.head",
+    "nextn.embed_tokens": "mtp.embed_tokens",
     "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_ba": "linear_attn.in_proj_ba",
 }  # fmt: skip
 DELTA_SIZES = {
@@ -87,6 +94,7 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     a list of those that are recurrent; maybe a third kind, of those with an MLP's size.
     needs: keys whose value must be this one if they are there.
     embedding, layers: what the names of the embedding's tensor and of a layer's tensors begin with.
+    predictor: the same of a layer that predicts one token further; '' if it has a number behind the others'.
     paired: whether rows of queries and keys are reordered, so that pairs that rotate are neighbours.
     shifted: whether the weights of norms have 1 added, but of those behind recurrences.
     by_turns: whether heads with a value lie as the first one of each key, then the second one of each, and so on.
@@ -108,6 +116,7 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     needs: Mapping[str, Any] = {}
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
+    predictor: str = ""
     paired: bool = False
     shifted: bool = False
     by_turns: bool = False
@@ -248,6 +257,7 @@ def _delta(kind: str, *, experts: bool, **more: Any) -> GGUFFamily:
         fields=DELTA_SIZES | fields if experts else DELTA_SIZES,
         settings={"intermediate_size": 1} if experts else {},  # every MLP is a mixture of experts
         kinds=("linear_attention", "full_attention"),
+        predictor="mtp.layers.0",
         partial=True,
         shifted=True,
         **more,

@@ -45,7 +45,7 @@ class GGUFWeights:
         rows = self._stored(source)
         if len(source.shape) < 2:
             weight = self._ordered(name, self._decoded(rows, source, stored.file)[0])
-            if self._shift and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
+            if self._shift and source.name.endswith("norm.weight") and not source.name.endswith(".ssm_norm.weight"):
                 weight = weight - self._shift
             if name.endswith(".A_log"):
                 weight = weight.neg().log()  # a file has the rates themselves, below 0

@@ -35,6 +35,13 @@ PATTERNED = ("exaone4", "olmo2")  # files of these say which layers have a windo
 ATTENDING = {"lfm2": ("full_attention",), "lfm2moe": ("full_attention",)}
 ATTENDING |= dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe"), ("attention", "full_attention"))
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)$")
+# What the converter calls the parts of Qwen's layer for multi-token prediction, and its package does not know.
+PREDICTOR = {
+    "mtp.fc.weight": "nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}
 STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")
 
 
@@ -45,21 +52,32 @@ def write(
     keys: dict[str, str],
     experts: str = "F32",
     deltas: str = "F32",
+    saved: Path | None = None,
 ) -> None:
     """Write it.  keys: metadata below the architecture's name that other families lack, by names in config.json.
 
     experts, deltas: types of the stacks of experts, and of the matrices around the gated delta rule, whose numbers
-    must not change by it.  With another type than F32, axes of 1 are left out as by llama-quantize."""
+    must not change by it.  With another type than F32, axes of 1 are left out as by llama-quantize.
+    saved: where the model was saved, with a layer for multi-token prediction."""
     config, kind = model.config, {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers + bool(saved))
     adapt = ADAPTED.get(architecture, lambda arrays, _: arrays)
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in _facts(model, architecture, keys).items():
+    facts = _facts(model, architecture, keys)
+    if saved is not None:
+        facts |= {"block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1}
+    for key, value in facts.items():
         _add(writer, f"{architecture}.{key}", value)
     writer.add_eos_token_id(2)
-    model.save_pretrained(path.parent / "saved")
-    saved = load_file(path.parent / "saved" / "model.safetensors")
-    arrays = {name: tensor.float().numpy() for name, tensor in saved.items()}
+    if saved is None:
+        saved = path.parent / "saved"
+        model.save_pretrained(saved)
+    tensors = load_file(saved / "model.safetensors")
+    layer = f"{config.num_hidden_layers}."
+    arrays = {
+        name.replace("mtp.layers.0.", f"model.layers.{layer}"): tensor.float().numpy()
+        for name, tensor in tensors.items()
+    }
     if architecture in ("deepseek2", "kimi-linear"):
         arrays = _split(arrays, config)
     if architecture == "apertus":
@@ -73,9 +91,12 @@ def write(
         if architecture in PAIRED and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
             array = reordered(array, heads)
-        if architecture in SHIFTED and name.endswith("norm.weight") and ".linear_attn." not in name:
+        is_norm = name.endswith("norm.weight") or ".pre_fc_norm_" in name
+        if architecture in SHIFTED and is_norm and ".linear_attn." not in name:
             array = array + 1
         short = names.get_name(_merged(name, architecture), (".weight", ".bias"))
+        if name in PREDICTOR:
+            short = f"blk.{layer}{PREDICTOR[name]}"
         assert short is not None, f"the package has no name for {name}"
         form = experts if short.endswith("_exps.weight") else "F32"
         if ".linear_attn." in name and array.ndim > 1 and "conv1d" not in name:
