@@ -66,6 +66,8 @@ def write(
     facts = _facts(model, architecture, keys)
     if saved is not None:
         facts |= {"block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1}
+        if recurrent := facts.get("attention.recurrent_layers"):
+            recurrent.append(False)
     for key, value in facts.items():
         _add(writer, f"{architecture}.{key}", value)
     writer.add_eos_token_id(2)
