@@ -28,6 +28,8 @@ from engine.checkpoints.gguf_families import (
     NAMES,
     OPTIONAL,
     OTHER_EPS,
+    ROWS,
+    SIGMOID,
     GGUFFamily,
 )
 from engine.checkpoints.gguf_header import GGUFHeader, GGUFTensor
@@ -43,8 +45,7 @@ log = logging.getLogger(__name__)
 LINK = "model.gguf"
 SUFFIX = ".gguf"
 TABLE = "gguf_tensors.json"
-SIGMOID = 2  # value of expert_gating_func
-UNFOLDING = 7  # part of the directory's name: raise it when its content changes
+UNFOLDING = 8  # part of the directory's name: raise it when its content changes
 STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
 FLOATS = {"F64", "F32", "F16", "BF16"}
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(\.weight|\.bias|)")
@@ -132,14 +133,17 @@ def _named(
     Their dtype is float32, to which blocks are decoded.  Raises WeightsError for a tensor without such a name."""
     named: dict[str, tuple[StoredTensor, GGUFTensor]] = {}
     names = {**NAMES, **family.names}
+    behind = tuple(f"{tensor.name.partition('.nextn.')[0]}." for tensor in tensors if ".nextn." in tensor.name)
     for tensor in tensors:
-        if tensor.name in (DIVISORS, SHORT, LONG) or ".nextn." in tensor.name:
-            continue  # part of the configuration, or of layers that predict several tokens
+        if tensor.name in (DIVISORS, SHORT, LONG):
+            continue  # part of the configuration
         path, found = paths[tensor.part], TENSOR.fullmatch(tensor.name)
         own_name = None if found is None else names.get(f"{found[2]}{found[3]}")
         if found is None or (own_name is None and found[2] not in names):
             raise WeightsError(f"{path}: tensor {tensor.name!r} is not known")
         layer = "" if found[1] is None else f"{family.layers}.{found[1]}."
+        if family.predictor and tensor.name.startswith(behind):
+            layer = "" if ".nextn." in tensor.name else f"{family.predictor}."
         name = layer + (own_name or f"{names[found[2]]}{found[3]}")
         parts = _experts(path, tensor) if "#" in name else [_shaped(tensor, f"{found[2]}{found[3]}")]
         for number, part in enumerate(parts):
@@ -153,8 +157,10 @@ def _shaped(tensor: GGUFTensor, name: str) -> GGUFTensor:
     shape = tensor.shape
     if name in FLAT:
         shape = (prod(shape),)
-    elif name in CONVOLUTIONS and len(shape) == 2:
-        shape = (shape[0], 1, shape[1])
+    elif name in ROWS:  # llama-quantize leaves out axes of 1
+        shape = (1, prod(shape))
+    elif name in CONVOLUTIONS:
+        shape = (prod(shape[:-1]), 1, shape[-1])
     return msgspec.structs.replace(tensor, shape=shape)
 
 
@@ -199,8 +205,11 @@ def _config(paths: Sequence[Path], header: GGUFHeader) -> dict[str, Any]:
         seen = value(f"{prefix}.{key}")
         if (seen := value(key) if seen is None else seen) is not None:
             config[name] = seen
-        elif key in FIELDS and key not in optional:
+        elif key in FIELDS and key not in optional and name not in config:
             raise WeightsError(f"{path}: {prefix}.{key} is missing")
+    for key, expected in family.needs.items():
+        if (seen := value(f"{prefix}.{key}")) not in (None, expected):
+            raise WeightsError(f"{path}: {prefix}.{key} is {seen}, expected {expected}: others are not read")
     tensors = _named(paths, header.tensors, family)
     table = tensors.get(f"{family.embedding}.weight")
     if table is None or len(table[0].shape) != 2:
@@ -208,8 +217,8 @@ def _config(paths: Sequence[Path], header: GGUFHeader) -> dict[str, Any]:
     config["vocab_size"] = table[0].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     for field, end in {"attention_bias": f"self_attn.{family.bias}.bias", **family.present}.items():
-        config[field] = f"{family.layers}.0.{end}" in tensors
-    if "model.layers.0.self_attn.k_b_proj.0.weight" in tensors:
+        config[field] = any(name.endswith(f".{end}") for name in tensors)
+    if any(name.endswith(".self_attn.k_b_proj.0.weight") for name in tensors):
         config["split_kv_b_proj"] = True
     config |= _layers(prefix, header, family, config)
     window = value(f"{prefix}.attention.sliding_window")
@@ -233,10 +242,11 @@ def _layers(prefix: str, header: GGUFHeader, family: GGUFFamily, config: dict[st
     """Return the number of layers without those behind the last, and which ones have a window or no attention."""
     number, behind = config.get("num_hidden_layers"), header.value(f"{prefix}.nextn_predict_layers")
     found: dict[str, Any] = {}
-    heads, widths = config.get("num_key_value_heads"), config.get("intermediate_size")
+    field = family.fields.get("attention.head_count_kv", "num_key_value_heads")
+    heads, widths = config.get(field), config.get("intermediate_size")
     if family.kinds and isinstance(heads, list) and heads and all(isinstance(one, int) for one in heads):
         found["layer_types"] = [family.kinds[one > 0] for one in heads]
-        found["num_key_value_heads"] = max(heads)
+        found[field] = max(heads)
         if len(family.kinds) > 2 and isinstance(widths, list) and len(widths) == len(heads):
             found["intermediate_size"] = max(widths)
             for layer in (layer for layer, width in enumerate(widths) if width):
@@ -245,6 +255,9 @@ def _layers(prefix: str, header: GGUFHeader, family: GGUFFamily, config: dict[st
         found["position_embedding_type"] = "rope"  # Granite's hybrids have none without it
     if isinstance(number, int) and isinstance(behind, int):
         found["num_hidden_layers"] = number - behind
+    recurrent = header.value(f"{prefix}.attention.recurrent_layers")
+    if family.kinds and isinstance(recurrent, list):
+        found["layer_types"] = [family.kinds[not one] for one in recurrent][: found.get("num_hidden_layers")]
     pattern = header.value(f"{prefix}.attention.sliding_window_pattern")
     if isinstance(pattern, list):
         found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]

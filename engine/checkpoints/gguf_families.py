@@ -21,6 +21,7 @@ FIELDS = {
 }
 OPTIONAL = {"attention.head_count_kv", "attention.key_length"}
 EPS, OTHER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+SIGMOID = 2  # value of expert_gating_func
 WINDOW = {"attention.sliding_window": "sliding_window"}
 # Key below the architecture's name -> a setting of YaRN.
 YARN = {
@@ -35,12 +36,18 @@ NAMES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    # Of a layer that predicts one token further.
+    "nextn.eh_proj": "eh_proj", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm", "nextn.shared_head_head": "shared_head.head",
+    "nextn.embed_tokens": "embed_tokens",
 }  # fmt: skip
 HEAD_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 SHARED = {f"ffn_{one}_shexp": f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")}
 HEADS_NORMED = {"use_qk_norm": "self_attn.q_norm.weight"}
 # Tensors whose shapes differ: convolutions have no axis for their one input, and numbers of heads or groups have one.
 CONVOLUTIONS, FLAT = {"ssm_conv1d.weight", "shortconv.conv.weight"}, {"ssm_a", "ssm_d", "ssm_norm.weight"}
+CONVOLUTIONS |= {f"ssm_conv1d_{side}.weight" for side in "qkv"}
+ROWS = {"ffn_gate_inp_shexp.weight"}  # matrices of one row
 MAMBA = {
     "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_dt.bias": "mamba.dt_bias", "ssm_a": "mamba.A_log",
     "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
@@ -48,6 +55,22 @@ MAMBA = {
 MAMBA_SIZES = {
     "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
     "ssm.time_step_rank": "mamba_n_heads",
+}  # fmt: skip
+DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # both of these, in early files
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias", "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding", "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm", "nextn.shared_head_head": "mtp.shared_head.head",
+    "nextn.embed_tokens": "mtp.embed_tokens",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_ba": "linear_attn.in_proj_ba",
+}  # fmt: skip
+DELTA_SIZES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_inner_size", "full_attention_interval": "full_attention_interval",
 }  # fmt: skip
 SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
@@ -67,11 +90,14 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     partial: whether the number of rotated elements of a head is given.
     bias: the projection whose bias decides attention_bias.
     present: a field of config.json -> the end of a tensor's name whose presence it states.
-    kinds: the kinds of layers without attention and with it, if the number of key/value heads of each decides it;
-    maybe a third kind, of those with an MLP's size.
+    kinds: the kinds of layers without attention and with it, if the number of key/value heads of each decides it, or
+    a list of those that are recurrent; maybe a third kind, of those with an MLP's size.
+    needs: keys whose value must be this one if they are there.
     embedding, layers: what the names of the embedding's tensor and of a layer's tensors begin with.
+    predictor: the same of a layer that predicts one token further; '' if it has a number behind the others'.
     paired: whether rows of queries and keys are reordered, so that pairs that rotate are neighbours.
-    shifted: whether the weights of norms have 1 added.
+    shifted: whether the weights of norms have 1 added, but of those behind recurrences.
+    by_turns: whether heads with a value lie as the first one of each key, then the second one of each, and so on.
     by_width: number of layers of the model whose scores are scaled by hidden size / heads instead of the head size.
     """
 
@@ -87,10 +113,13 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     bias: str = "o_proj"
     present: Mapping[str, str] = {}
     kinds: tuple[str, ...] = ()
+    needs: Mapping[str, Any] = {}
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
+    predictor: str = ""
     paired: bool = False
     shifted: bool = False
+    by_turns: bool = False
     by_width: int = 0
 
 
@@ -211,6 +240,28 @@ def _nemotron_h(kind: str, names: Mapping[str, str], fields: Mapping[str, str]) 
         embedding="backbone.embeddings",
         layers="backbone.layers",
     )  # fmt: skip
+
+
+def _delta(kind: str, *, experts: bool, **more: Any) -> GGUFFamily:
+    names = {f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")}
+    names |= {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **_experts("mlp", *PROJECTIONS)}
+    fields = {
+        "expert_count": "num_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        **COUNTS,
+    }
+    return GGUFFamily(
+        architecture=f"{kind}ForCausalLM",
+        names=DELTA | names if experts else DELTA,
+        fields=DELTA_SIZES | fields if experts else DELTA_SIZES,
+        settings={"intermediate_size": 1} if experts else {},  # every MLP is a mixture of experts
+        kinds=("linear_attention", "full_attention"),
+        predictor="mtp.layers.0",
+        partial=True,
+        shifted=True,
+        **more,
+    )
 
 
 def _gemma(number: int, by_width: int, fields: Mapping[str, str], rotary: str = "rope_parameters") -> GGUFFamily:
@@ -352,6 +403,28 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
     "hunyuan-dense": GGUFFamily(
         architecture="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense", names=HEAD_NORMS
     ),
+    "kimi-linear": GGUFFamily(
+        architecture="KimiLinearForCausalLM",
+        model_type="kimi_linear",
+        names={
+            **_deepseek(3).names,
+            **{f"ssm_conv1d_{side}": f"self_attn.{side}_conv1d" for side in "qkv"},
+            **{f"ssm_{one}": f"self_attn.{one}_proj" for one in ("f_a", "f_b", "g_a", "g_b")},
+            "ssm_beta": "self_attn.b_proj", "ssm_dt.bias": "self_attn.dt_bias", "ssm_a": "self_attn.A_log",
+            "ssm_norm": "self_attn.o_norm",
+            **_experts("block_sparse_moe", "w1", "w3", "w2"),
+            **{name: one.replace("mlp.", "block_sparse_moe.") for name, one in SHARED.items()},
+            "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+        },
+        fields={
+            **_deepseek(3).fields,
+            "kda.head_dim": "linear_head_dim",
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+        },
+        settings={"q_lora_rank": None, "flat_decays": True},
+        kinds=("linear_attention", "full_attention"),
+        needs={"expert_gating_func": SIGMOID},
+    ),
     "lfm2": _lfm2("Lfm2ForCausalLM", "lfm2", {}, block_auto_adjust_ff_dim=False),
     "lfm2moe": _lfm2(
         "Lfm2MoeForCausalLM",
@@ -435,12 +508,20 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
     ),
     "qwen2": GGUFFamily(architecture="Qwen2ForCausalLM", model_type="qwen2"),
     "qwen3": GGUFFamily(architecture="Qwen3ForCausalLM", model_type="qwen3"),
+    "qwen35": _delta("Qwen3_5", experts=False, model_type="qwen3_5_text", by_turns=True),
+    "qwen35moe": _delta("Qwen3_5Moe", experts=True, model_type="qwen3_5_moe_text", by_turns=True),
     "qwen3moe": GGUFFamily(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         names=_experts("mlp", *PROJECTIONS),
         fields={"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **COUNTS},
         settings={"norm_topk_prob": True},
+    ),
+    "qwen3next": _delta(
+        "Qwen3Next",
+        experts=True,
+        model_type="qwen3_next",
+        present={"gates_apart": "linear_attn.in_proj_z.weight"},
     ),
     "seed_oss": GGUFFamily(
         architecture="SeedOssForCausalLM",

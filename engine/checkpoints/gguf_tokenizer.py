@@ -31,6 +31,12 @@ GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+UPPER_NOT_HAN, LOWER_NOT_HAN = (rf"[{one[1:-1]}&&[^\p{{Han}}]]" for one in (UPPER, LOWER))
+KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER_NOT_HAN}*{LOWER_NOT_HAN}+{CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER_NOT_HAN}+{LOWER_NOT_HAN}*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SEED = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -50,6 +56,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "qwen35": (QWEN35,),
     "seed-coder": (SEED,),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
+    "kimi-k2": (KIMI,),
     "tekken": (TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (GPT4O,)),
 }

@@ -355,7 +355,7 @@ class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
         return ((self.taps - 1, self.size),)
 
 
-Layout = Literal["joined", "grouped", "apart"]
+Layout = Literal["joined", "grouped", "halved", "apart"]
 
 
 class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
@@ -365,7 +365,8 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     key_size, value_size: of a head.  eps: of the norm behind.
     most: a token's factor of the rule is between 0 and so much; above 1 a key's value may change its sign.
     layout: how the tensors lie.  "joined": queries, keys and values are one; "grouped": gates too, by heads with a key;
-    "apart": each is one, with a convolution of its own.
+    "halved": the gates z are apart from that, b and a are one, by heads with a key.  "apart": each is one, with a
+    convolution of its own.
     """
 
     built_by: ClassVar[str] = "engine.layers.gated_delta:GatedDelta"
@@ -394,8 +395,10 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         if self.layout == "grouped":
             wide = stacked("in_proj_qkvz", (keys, keys, values, values), self.num_keys)
             return *wide, *stacked("in_proj_ba", (heads, heads), self.num_keys)
-        gates = MatrixRows("in_proj_z", values), MatrixRows("in_proj_b", heads), MatrixRows("in_proj_a", heads)
-        return *stacked("in_proj_qkv", (keys, keys, values)), *gates
+        parts = *stacked("in_proj_qkv", (keys, keys, values)), MatrixRows("in_proj_z", values)
+        if self.layout == "halved":
+            return *parts, *stacked("in_proj_ba", (heads, heads), self.num_keys)
+        return *parts, MatrixRows("in_proj_b", heads), MatrixRows("in_proj_a", heads)
 
     @property
     def outer(self) -> tuple[str, int]:
@@ -454,10 +457,11 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
 class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
     """Kimi delta attention (Moonshot AI 2025): the gated delta rule with a decay for each number of a key.
 
-    rank: size that gates and decays pass through between two products."""
+    rank: size that gates and decays pass through between two products.  flat: whether rates of decays have one axis."""
 
     built_by: ClassVar[str] = "engine.layers.kimi_delta:KimiDelta"
     rank: int
+    flat: bool = False
 
     @property
     def inner(self) -> tuple[MatrixRows, ...]:
@@ -484,7 +488,7 @@ class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
-        return 1, 1, self.num_heads, 1
+        return (self.num_heads,) if self.flat else (1, 1, self.num_heads, 1)
 
     @property
     def width(self) -> int:

@@ -4,10 +4,12 @@ Legend: O outputs · I inputs · H head size
 Owns: the numbers and their order.  Does not know: which tensors a model needs, how a kind of block is laid out.
 """
 
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from engine.checkpoints.checkpoint import ModelSpec
@@ -15,6 +17,7 @@ from engine.checkpoints.gguf import read_table
 from engine.checkpoints.gguf_families import BY_ARCHITECTURE
 from engine.checkpoints.gguf_header import GGUFTensor
 from engine.formats.blocks import DECODERS, PLAIN, decode
+from engine.formats.value_heads import ValueHeads
 from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
 
@@ -23,13 +26,15 @@ class GGUFWeights:
     """Tensors of GGUF files, which are mapped.  If rows allow it, only the blocks of a requested part are decoded."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._heads = {"q_proj": spec.shape.num_heads, "k_proj": spec.shape.num_kv_heads}
         family = BY_ARCHITECTURE[spec.architecture]
-        if not family.paired:
-            self._heads = {}
+        self._heads = {"q_proj": spec.shape.num_heads, "k_proj": spec.shape.num_kv_heads} if family.paired else {}
+        self._values = ValueHeads.of(spec.shape) if family.by_turns else None
         self._shift = 1.0 if family.shifted else 0.0
         self._found = read_table(spec.directory)
-        self.tensors = {name: tensor for name, (tensor, _) in self._found.items()}
+        self.tensors = {
+            name: replace(one, num_bytes=4 * prod(one.shape)) if self._as_floats(name, source) else one
+            for name, (one, source) in self._found.items()
+        }
         files = {tensor.part: stored.file for stored, tensor in self._found.values()}
         # Mapped so that torch may take it for memory that can be written; nothing is.
         self._bytes = {part: torch.from_numpy(np.memmap(path, np.uint8, "c")) for part, path in files.items()}
@@ -37,32 +42,45 @@ class GGUFWeights:
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
         """Return a part of a tensor.  Stacks of experts are seen as a matrix per expert."""
         stored, source = self._found[name]
-        heads = self._heads.get(name.split(".")[-2], 0)
-        whole = dim != 0 or heads
         rows = self._stored(source)
         if len(source.shape) < 2:
-            weight = self._decoded(rows, source, stored.file)[0]
-            if self._shift and name.endswith("norm.weight"):
+            weight = self._ordered(name, self._decoded(rows, source, stored.file)[0])
+            if self._shift and source.name.endswith("norm.weight") and not source.name.endswith(".ssm_norm.weight"):
                 weight = weight - self._shift
             if name.endswith(".A_log"):
                 weight = weight.neg().log()  # a file has the rates themselves, below 0
             return weight.narrow(dim, start, length)
-        weight = self._decoded(rows if whole else rows[start : start + length], source, stored.file)
+        rows = self._ordered(name, rows)
+        weight = self._decoded(rows if dim else rows[start : start + length], source, stored.file)
         weight = weight.view(-1, *source.shape[1:])
-        if heads:
-            weight = _unpaired(weight, heads)
-        return weight.narrow(dim, start, length) if whole else weight
+        if self._values is not None:
+            weight = self._values.inputs(name, weight)
+        return weight.narrow(dim, start, length) if dim else weight
 
     def rows(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> StoredRows | None:
         """Return rows of blocks, in the model's order; None for a type without blocks, and for a part of the inputs."""
         stored, source = self._found[name]
         if len(stored.shape) != 2 or source.kind in PLAIN or (dim and length != stored.shape[1]):
             return None
-        blocks = self._stored(source)
-        if heads := self._heads.get(name.split(".")[-2], 0):
-            blocks = _unpaired(blocks, heads)
+        if self._as_floats(name, source):
+            return None
+        blocks = self._ordered(name, self._stored(source))
+        if self._values is not None:
+            blocks = self._values.inputs(name, blocks)
         where = f"{stored.file}: tensor {name!r}"
         return StoredRows(where, source.kind, blocks if dim else blocks[start : start + length], stored.shape[1])
+
+    def _as_floats(self, name: str, source: GGUFTensor) -> bool:
+        """Return whether a matrix cannot stay in blocks, since its inputs have another order."""
+        if self._values is None or source.kind in PLAIN or len(source.shape) != 2:
+            return False
+        return self._values.cuts(name, source.num_bytes // source.shape[0], DECODERS.get(source.kind, (0,))[0])
+
+    def _ordered(self, name: str, rows: Tensor) -> Tensor:
+        """Return the rows, or numbers, of a tensor in the model's order."""
+        if heads := self._heads.get(name.split(".")[-2], 0):
+            rows = _unpaired(rows, heads)
+        return rows if self._values is None else self._values.rows(name, rows)
 
     def _stored(self, source: GGUFTensor) -> Tensor:
         """Return the bytes of each row, where they are mapped; a vector is one row."""

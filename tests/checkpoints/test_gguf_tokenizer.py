@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -103,6 +104,29 @@ def test_digits_and_ideographs_are_pieces_for_deepseek(tmp_path: Path) -> None:
     text = "abc12345 中文字x!foo"
     pieces = [text[start:end] for _, (start, end) in ours.pre_tokenizer.pre_tokenize_str(text)]
     assert pieces == ["abc", "123", "45", " ", "中文字", "x", "!foo"]
+
+
+def test_kimi_splits_as_its_own_pattern_does(tmp_path: Path) -> None:
+    """tokenization_kimi.py has this pattern.  Ideographs are pieces of their own, and a capital begins one."""
+    ours = _read(_write(tmp_path / "model.gguf", byte_level(), pre="kimi-k2", add_bos_token=False))
+    pattern = "|".join(
+        [
+            r"""[\p{Han}]+""",
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"""
+            r"""[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"""
+            r"""[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+            r"""\p{N}{1,3}""",
+            r""" ?[^\s\p{L}\p{N}]+[\r\n]*""",
+            r"""\s*[\r\n]+""",
+            r"""\s+(?!\S)""",
+            r"""\s+""",
+        ]
+    )
+    for text in (*TEXTS, "中文字abcDef漢字 12345 ひらがなカタカナ x中y", "HTTPServer's Ünï"):
+        pieces = [text[start:end] for _, (start, end) in ours.pre_tokenizer.pre_tokenize_str(text)]
+        assert pieces == regex.findall(pattern, text, regex.VERSION1)
+    assert regex.findall(pattern, "中x", regex.VERSION1) == ["中", "x"]
 
 
 def test_composed_characters_are_read_alike(tmp_path: Path) -> None:

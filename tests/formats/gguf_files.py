@@ -27,30 +27,60 @@ KEYS = {
 }
 EPS, OTHER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 PAIRED = ("llama", "granite", "granitehybrid", "mistral3", "smollm3")
-SHIFTED = ("gemma2", "gemma3", "nemotron")
+DELTA = ("qwen3next", "qwen35", "qwen35moe")
+SHIFTED = ("gemma2", "gemma3", "nemotron", *DELTA)
 TURNED = {"glm4": 0.5, "glm4moe": 0.5, "minimax-m2": 0.5, "nemotron": 0.5, "phi3": 1.0}  # part of a head that rotates
+TURNED |= dict.fromkeys(DELTA, 0.25)
 PATTERNED = ("exaone4", "olmo2")  # files of these say which layers have a window
 ATTENDING = {"lfm2": ("full_attention",), "lfm2moe": ("full_attention",)}
 ATTENDING |= dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe"), ("attention", "full_attention"))
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)$")
+# What the converter calls the parts of Qwen's layer for multi-token prediction, and its package does not know.
+PREDICTOR = {
+    "mtp.fc.weight": "nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}
 STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")
 
 
-def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str, str], experts: str = "F32") -> None:
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    architecture: str,
+    keys: dict[str, str],
+    experts: str = "F32",
+    deltas: str = "F32",
+    saved: Path | None = None,
+) -> None:
     """Write it.  keys: metadata below the architecture's name that other families lack, by names in config.json.
 
-    experts: type of the stacks of experts, whose numbers must not change by it."""
+    experts, deltas: types of the stacks of experts, and of the matrices around the gated delta rule, whose numbers
+    must not change by it.  With another type than F32, axes of 1 are left out as by llama-quantize.
+    saved: where the model was saved, with a layer for multi-token prediction."""
     config, kind = model.config, {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers + bool(saved))
     adapt = ADAPTED.get(architecture, lambda arrays, _: arrays)
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in _facts(model, architecture, keys).items():
+    facts = _facts(model, architecture, keys)
+    if saved is not None:
+        facts |= {"block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1}
+        if recurrent := facts.get("attention.recurrent_layers"):
+            recurrent.append(False)
+    for key, value in facts.items():
         _add(writer, f"{architecture}.{key}", value)
     writer.add_eos_token_id(2)
-    model.save_pretrained(path.parent / "saved")
-    saved = load_file(path.parent / "saved" / "model.safetensors")
-    arrays = {name: tensor.float().numpy() for name, tensor in saved.items()}
-    if architecture == "deepseek2":
+    if saved is None:
+        saved = path.parent / "saved"
+        model.save_pretrained(saved)
+    tensors = load_file(saved / "model.safetensors")
+    layer = f"{config.num_hidden_layers}."
+    arrays = {
+        name.replace("mtp.layers.0.", f"model.layers.{layer}"): tensor.float().numpy()
+        for name, tensor in tensors.items()
+    }
+    if architecture in ("deepseek2", "kimi-linear"):
         arrays = _split(arrays, config)
     if architecture == "apertus":
         arrays = _numbers_as_settings(writer, arrays)
@@ -63,11 +93,19 @@ def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str,
         if architecture in PAIRED and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
             array = reordered(array, heads)
-        if architecture in SHIFTED and name.endswith("norm.weight"):
+        is_norm = name.endswith("norm.weight") or ".pre_fc_norm_" in name
+        if architecture in SHIFTED and is_norm and ".linear_attn." not in name:
             array = array + 1
         short = names.get_name(_merged(name, architecture), (".weight", ".bias"))
+        if name in PREDICTOR:
+            short = f"blk.{layer}{PREDICTOR[name]}"
         assert short is not None, f"the package has no name for {name}"
-        kind = gguf.GGMLQuantizationType[experts if short.endswith("_exps.weight") else "F32"]
+        form = experts if short.endswith("_exps.weight") else "F32"
+        if ".linear_attn." in name and array.ndim > 1 and "conv1d" not in name:
+            form = deltas
+        while (experts, deltas) != ("F32", "F32") and array.ndim > 1 and len(array) == 1:
+            array = array[0]
+        kind = gguf.GGMLQuantizationType[form]
         data = array if kind.name == "F32" else quantize(array, kind)
         writer.add_tensor(short, data, raw_dtype=kind)
     rotary = getattr(config, "rope_parameters", None) or {}
@@ -120,7 +158,42 @@ def _multiplied(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
     return {name: (array * factors.get(name.split(".")[-2], 1)).astype(np.float32) for name, array in arrays.items()}
 
 
-ADAPTED = {"gpt2": _upright, "falcon-h1": _multiplied}
+def _halved(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
+    """Return Qwen3-Next's queries, keys, values and gates, which lie by heads with a key, as two matrices."""
+    keys, per = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    sizes = np.cumsum([config.linear_key_head_dim] * 2 + [per * config.linear_value_head_dim])
+    parts: dict[str, Array] = {}
+    for name, array in arrays.items():
+        if name.endswith(".in_proj_qkvz.weight"):
+            kinds = np.split(array.reshape(keys, -1, array.shape[1]), sizes, axis=1)
+            flat = [one.reshape(-1, array.shape[1]) for one in kinds]
+            parts[name.replace("qkvz", "qkv")] = np.concatenate(flat[:3])
+            parts[name.replace("qkvz", "z")] = flat[3]
+        else:
+            parts[name] = array
+    return parts
+
+
+def _by_turns(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
+    """Return Qwen3.5's heads with a value as the first one of each key, then the second one of each, and so on."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    order = np.arange(heads).reshape(keys, -1).T.flatten()
+    channels = 2 * keys * config.linear_key_head_dim
+    parts: dict[str, Array] = {}
+    for name, array in arrays.items():
+        part = name.partition(".linear_attn.")[2]
+        if part == "out_proj.weight":
+            array = array.reshape(len(array), heads, -1)[:, order].reshape(array.shape)
+        elif part and part != "norm.weight":
+            first = channels if part.startswith(("in_proj_qkv", "conv1d")) else 0
+            values = array[first:].reshape(heads, -1, *array.shape[1:])[order].reshape(array[first:].shape)
+            array = np.concatenate((array[:first], values))
+        parts[name] = array
+    return parts
+
+
+ADAPTED = {"gpt2": _upright, "falcon-h1": _multiplied, "qwen3next": _halved}
+ADAPTED |= dict.fromkeys(("qwen35", "qwen35moe"), _by_turns)
 
 
 def _recurrent(arrays: dict[str, Array], groups: int) -> dict[str, Array]:
@@ -129,8 +202,10 @@ def _recurrent(arrays: dict[str, Array], groups: int) -> dict[str, Array]:
     for name, array in arrays.items():
         if name.endswith("A_log"):
             array = -np.exp(array)
-        if name.endswith((".A_log", ".D")):
+        if name.endswith((".A_log", ".D")) and "_attn." not in name:
             array = array[:, None]
+        if name.endswith("_conv1d.weight"):
+            array = array.reshape(1, len(array), 1, -1)
         if name.endswith((".conv1d.weight", ".conv.conv.weight")):
             array = np.ascontiguousarray(array.squeeze(1))
         if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
@@ -170,6 +245,15 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
             sizes = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
             facts["feed_forward_length"] = [sizes.get(kind, 0) for kind in kinds]
             facts["ssm.inner_size"] = config.mamba_num_heads * config.mamba_head_dim
+    if architecture in DELTA:
+        facts["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
+        recurrent = [one == "linear_attention" for one in config.layer_types]
+        if recurrent == [bool((layer + 1) % 4) for layer in range(len(recurrent))]:
+            facts["full_attention_interval"] = 4  # early files have no list
+        else:
+            facts["attention.recurrent_layers"] = recurrent
+    if architecture == "qwen35moe":
+        del facts["feed_forward_length"]  # published models have no MLPs
     if architecture == "lfm2" and config.block_auto_adjust_ff_dim:
         multiple = config.block_multiple_of
         size = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
@@ -183,9 +267,9 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
     if rotary.get("alpha"):
         theta *= rotary["alpha"] ** (size / (size - 2))
     facts["rope.freq_base"] = theta
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "kimi-linear"):
         facts |= _latents(config)
-        facts["expert_gating_func"] = 2 if config.model_type == "deepseek_v3" else 1
+        facts["expert_gating_func"] = 1 if config.model_type == "deepseek_v2" else 2
     if architecture in TURNED:
         facts["rope.dimension_count"] = int(size * rotary.get("partial_rotary_factor", TURNED[architecture]))
     if architecture in PATTERNED and getattr(config, "sliding_window", None):
@@ -206,15 +290,16 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
 
 def _latents(config: Any) -> dict[str, Any]:
     """The sizes of attention over latents, which the converter gives as one head of keys."""
+    hybrid, scaling = config.model_type == "kimi_linear", getattr(config, "rope_parameters", None) or {}
     return {
-        "attention.head_count_kv": 1,
+        "attention.head_count_kv": [int(one == "full_attention") for one in config.layer_types] if hybrid else 1,
         "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
         "attention.value_length": config.kv_lora_rank,
         "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
         "attention.value_length_mla": config.v_head_dim,
         "attention.kv_lora_rank": config.kv_lora_rank,
         "rope.dimension_count": config.qk_rope_head_dim,
-        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters["mscale_all_dim"],
+        **({"rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"]} if scaling else {}),
         **({"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {}),
     }
 

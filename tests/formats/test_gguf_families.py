@@ -1,6 +1,7 @@
 """A GGUF file of each family computes what the checkpoint does, with tensors named by llama.cpp's own package."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.gguf_families import FAMILIES
+from engine.formats.gguf import GGUFWeights
 from engine.kernels.blocks import StoredWeight, block_products
 from engine.layers.packing import Linears
 from engine.plugins.families import read_model
@@ -18,7 +20,7 @@ from engine.plugins.linear.blocks import callboard_linear
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import on_ranks
 from engine.types.errors import WeightsError
-from tests.formats.gguf_files import KEYS, OTHER_EPS, rounded, write
+from tests.formats.gguf_files import ADAPTED, KEYS, OTHER_EPS, rounded, write
 from tests.formats.test_quantized import PROMPT, assert_equal
 from tests.models.checkpoints import HYBRID, LATER, NOT_PLAIN, VARIANTS, build, random_tokens, reference_logits
 from tests.models.conftest import load
@@ -48,6 +50,18 @@ NEMOTRON = {
     "ssm.state_size": "ssm_state_size",
     "ssm.group_count": "n_groups",
     "ssm.time_step_rank": "mamba_num_heads",
+}
+DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+DELTA_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 ROUTED_EXPERTS = {key: name for key, name in ROUTED.items() if key != "leading_dense_block_count"}
 GROUPED = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
@@ -95,6 +109,15 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     "granite4-hybrid-nope": ("granitehybrid", GRANITE | SSM | SHARED | EXPERTS),
     "granite4-dense": ("granite", GRANITE | {"feed_forward_length": "shared_intermediate_size"}),
     "hunyuan": ("hunyuan-dense", {}),
+    "kimi-linear": (
+        "kimi-linear",
+        ROUTED
+        | {
+            "expert_count": "num_local_experts",
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "kda.head_dim": "linear_head_dim",
+        },
+    ),
     "lfm2": ("lfm2", {"shortconv.l_cache": "conv_L_cache"}),
     "lfm2-moe-unscaled": (
         "lfm2moe",
@@ -106,6 +129,7 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
             "leading_dense_block_count": "num_dense_layers",
         },
     ),
+    "llama-attention-biases": ("llama", {}),
     "llama4-plain": (
         "llama4",
         {
@@ -142,6 +166,11 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
             "expert_feed_forward_length": "moe_intermediate_size",
         },
     ),
+    "qwen3-next-all": ("qwen3next", DELTA | DELTA_EXPERTS),
+    "qwen3-5": ("qwen35", DELTA),
+    "qwen3-5-biases": ("qwen35", DELTA),
+    "qwen3-5-four": ("qwen35", DELTA),
+    "qwen3-5-moe": ("qwen35moe", DELTA | DELTA_EXPERTS),
     "seed-oss": ("seed_oss", {}),
     "smollm3-four": ("smollm3", {}),
 }
@@ -158,6 +187,9 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(VARIANTS, "ernie4-5-plain", ("Ernie4_5", {"head_dim": 16}))
     experts = NOT_PLAIN["qwen3-moe"][1] | {"mlp_only_layers": [], "norm_topk_prob": True}
     monkeypatch.setitem(VARIANTS, "qwen3-moe-all", ("Qwen3Moe", experts))
+    monkeypatch.setitem(VARIANTS, "qwen3-next-all", ("Qwen3Next", HYBRID["qwen3-next"][1] | {"mlp_only_layers": []}))
+    four = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    monkeypatch.setitem(VARIANTS, "qwen3-5-four", ("Qwen3_5", HYBRID["qwen3-5"][1] | four))
     monkeypatch.setitem(VARIANTS, "smollm3-four", ("SmolLM3", {"num_hidden_layers": 4}))
     monkeypatch.setitem(VARIANTS, "cohere-no-bias", ("Cohere", {"logit_scale": 0.5, "use_qk_norm": False}))
     for variant in ("deepseek-v2", "deepseek-v3"):
@@ -176,6 +208,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(VARIANTS, "nemotron-h-experts", ("NemotronH", experts))
     falcon = HYBRID["falcon-h1-normed"][1] | {"attention_bias": False, "mamba_norm_before_gate": False}
     monkeypatch.setitem(VARIANTS, "falcon-h1-plain", ("FalconH1", falcon))
+    monkeypatch.setitem(VARIANTS, "llama-attention-biases", ("Llama", {"attention_bias": True}))
     llama4 = {"no_rope_layers": None, "floor_scale": 8192, "attn_scale": 0.1, "attention_chunk_size": 8192}
     llama4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     monkeypatch.setitem(VARIANTS, "llama4-plain", ("Llama4", LATER["llama4"][1] | llama4))
@@ -223,7 +256,56 @@ def test_gpt_oss_is_read_with_its_experts_in_blocks(kind: str, tmp_path: Path) -
     torch.testing.assert_close(Driver(model).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["deepseek-v2-even", "gpt-oss", "llama4-plain"])
+@pytest.mark.parametrize("variant", ["kimi-linear", "qwen3-5-moe", "qwen3-next-all"])
+def test_recurrent_models_are_read_with_their_experts_in_blocks(variant: str, tmp_path: Path) -> None:
+    reference = build(variant)
+    with torch.no_grad():
+        for name, stack_EOI in reference.named_parameters():
+            if name.endswith(("gate_up_proj", "down_proj")) and stack_EOI.dim() == 3:
+                stack_EOI.copy_(torch.from_numpy(rounded(stack_EOI.numpy(), "Q8_0")))
+    write(tmp_path / "tiny.gguf", reference, *FILES[variant], experts="Q8_0")
+    assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+@pytest.mark.parametrize("value_size", [16, 32])
+def test_heads_with_a_value_keep_their_blocks_unless_two_of_them_share_one(value_size: int, tmp_path: Path) -> None:
+    """A file has these heads in another order: of the two of each of two keys, first the first.  A block has 32."""
+
+    def turned(weight_OI: torch.Tensor) -> torch.Tensor:
+        return weight_OI.unflatten(1, (2, 2, -1)).transpose(1, 2).flatten(1)
+
+    reference = build("qwen3-5", linear_value_head_dim=value_size)
+    with torch.no_grad():
+        for name, weight_OI in reference.named_parameters():
+            if ".linear_attn." in name and weight_OI.dim() == 2:
+                outer = name.endswith(".out_proj.weight")
+                stored_OI = torch.from_numpy(rounded((turned(weight_OI) if outer else weight_OI).numpy(), "Q8_0"))
+                weight_OI.copy_(turned(stored_OI) if outer else stored_OI)
+    write(tmp_path / "tiny.gguf", reference, *FILES["qwen3-5"], deltas="Q8_0")
+    spec = read_model(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""))
+    expected = reference_logits(reference, PROMPT)
+    torch.testing.assert_close(Driver(load(spec)).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
+    if block_products() is None:
+        return
+    kernel = callboard_linear(LinearContext("cpu", "float32", "none", stored_formats=("Q8_0",)))
+    model = load(spec, linears=Linears(kernel, kernel.head))
+    stored = GGUFWeights(spec).tensors["model.layers.0.linear_attn.out_proj.weight"]
+    assert stored.num_bytes == prod(stored.shape) * (34 / 32 if value_size == 32 else 4)  # for the memory's estimate
+    kept = [isinstance(one.packed, StoredWeight) for one in model.layers[0].recurrent.linears]
+    assert kept == [True, value_size == 32]
+    torch.testing.assert_close(Driver(model).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_early_files_of_qwen3_next_have_gates_beside_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ADAPTED, "qwen3next")
+    reference = build("qwen3-next-all")
+    write(tmp_path / "tiny.gguf", reference, *FILES["qwen3-next-all"])
+    assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+@pytest.mark.parametrize(
+    "variant", ["deepseek-v2-even", "gpt-oss", "kimi-linear", "llama4-plain", "qwen3-5-moe", "qwen3-next-all"]
+)
 def test_ranks_read_their_parts_of_stacks(variant: str, tmp_path: Path) -> None:
     reference = build(variant)
     write(tmp_path / "tiny.gguf", reference, *FILES[variant])
@@ -240,26 +322,34 @@ def test_every_family_is_checked() -> None:
         "deepseek-v3-even": "deepseek2 with sigmoids",
     }
     here = {others.get(variant, name) for variant, (name, _) in FILES.items()}
-    elsewhere = {"deepseek2 with 256 experts", "llama", "llama4 with 128 experts", "mistral", "qwen2", "qwen3"}
+    elsewhere = {"deepseek2 with 256 experts", "llama4 with 128 experts", "mistral", "qwen2", "qwen3"}
     assert here | elsewhere == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "key", "said"),
+    ("architecture", "key", "number", "said"),
     [
-        ("qwen3", "qwen3.expert_count", "qwen3.expert_count is 2, expected none: this family is read without"),
+        ("qwen3", "qwen3.expert_count", 2, "qwen3.expert_count is 2, expected none: this family is read without"),
         (
             "qwen3",
             "split.count",
+            2,
             "split.count is 2, and 1 of the model's files are there; files of one model are named",
         ),
-        ("qwen3moe", "qwen3moe.expert_count", r"'blk.0.ffn_up_exps.weight' has shape .4, 32., expected a matrix per e"),
+        ("kimi-linear", "kimi-linear.expert_gating_func", 1, "gating_func is 1, expected 2: others are not read"),
+        (
+            "qwen3moe",
+            "qwen3moe.expert_count",
+            2,
+            r"'blk.0.ffn_up_exps.weight' has shape .4, 32., expected a matrix per e",
+        ),
     ],
 )
-def test_what_cannot_be_read_is_refused(architecture: str, key: str, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused(architecture: str, key: str, number: int, said: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", architecture)
-    for name in (*(f"{architecture}.{one}" for one in KEYS), key):
+    for name in (f"{architecture}.{one}" for one in KEYS):
         writer.add_uint32(name, 2)
+    writer.add_uint32(key, number)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((4, 32), np.float32))
     writer.write_header_to_file()

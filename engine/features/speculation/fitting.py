@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
-from engine.checkpoints.gguf import LINK
+from engine.checkpoints.gguf import stored_tensors
 from engine.checkpoints.shape import DecoderShape, PredictorShape
-from engine.checkpoints.shards import read_shards
 from engine.checkpoints.text_part import text_tensors
 from engine.config import Config
 from engine.features.speculation.head_files import EagleHeadShape, read_eagle_head
@@ -104,10 +103,8 @@ def fitting_part(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
 
 
 def stores(spec: ModelSpec, own: PredictorShape) -> bool:
-    """Return whether a checkpoint has the layer of its model.  That of a GGUF file is not read."""
-    if (spec.directory / LINK).exists():
-        return False
-    stored = text_tensors(spec.config["architectures"][0], read_shards(spec.directory))
+    """Return whether a checkpoint has the layer of its model."""
+    stored = text_tensors(spec.config["architectures"][0], stored_tensors(spec.directory))
     return any(name.startswith(f"{own.stem}.") for name in stored)
 
 

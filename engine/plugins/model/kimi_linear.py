@@ -44,7 +44,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     attention = msgspec.structs.replace(
         read_latent_attention(fields, sizes, query_rank=0, interleaved=False), rotary=None
     )
-    delta, dense, experts = _delta(fields), read_gated(fields, sizes), _experts(fields)
+    delta, dense, experts = _delta(fields, sizes), read_gated(fields, sizes), _experts(fields)
     first = fields.integer("first_k_dense_replace", 1, minimum=0)
     kinds = ["dense" if index < first else "sparse" for index in range(sizes.num_layers)]
     if fields.has("mlp_layer_types"):
@@ -80,12 +80,14 @@ def _kinds(fields: Fields, sizes: Sizes) -> list[str]:
     return [ATTENTION if number in full else DELTA for number in numbers]
 
 
-def _delta(fields: Fields) -> KimiDeltaShape:
+def _delta(fields: Fields, sizes: Sizes) -> KimiDeltaShape:
     """Return Kimi delta attention.  A head's size is also what gates and decays pass through."""
     read_activation(fields)
     section = fields.section("linear_attn_config")
     size = section.integer("head_dim", fields.integer("linear_head_dim", 128), maximum=MAX_WIDTH)
-    heads = section.integer("num_heads", fields.integer("linear_num_heads", 32), maximum=MAX_HEADS)
+    flat = fields.flag("flat_decays", False)  # in a GGUF file, which has as many heads here as in attention
+    number = fields.integer("linear_num_heads", sizes.num_heads if flat else 32)
+    heads = section.integer("num_heads", number, maximum=MAX_HEADS)
     taps = fields.integer("linear_conv_kernel_dim", 4)
     return KimiDeltaShape(
         num_heads=heads,
@@ -93,6 +95,7 @@ def _delta(fields: Fields) -> KimiDeltaShape:
         key_size=size,
         value_size=size,
         rank=size,
+        flat=flat,
         taps=section.integer("short_conv_kernel_size", taps, minimum=2, maximum=MAX_TAPS),
         eps=read_norm(fields, "").eps,
         layout="apart",

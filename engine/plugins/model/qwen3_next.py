@@ -60,7 +60,8 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         qkv_bias=bias,
         output_bias=bias,
     )
-    delta = read_delta(fields, eps, "grouped" if kind == "qwen3_next" else "joined")
+    halved = fields.flag("gates_apart", False)  # in a GGUF file
+    delta = read_delta(fields, eps, ("halved" if halved else "grouped") if kind == "qwen3_next" else "joined")
     plain = LayerShape(
         attention=None,
         mlp=None,
@@ -106,11 +107,12 @@ def read_delta(fields: Fields, eps: float, layout: Layout, most: float = 1.0) ->
     num_heads = fields.integer("linear_num_value_heads", 32, maximum=MAX_HEADS)
     if num_heads % num_keys:
         raise fields.error("linear_num_value_heads", num_heads, f"a multiple of linear_num_key_heads={num_keys}")
+    size = fields.integer("linear_inner_size", 128 * num_heads) // num_heads  # a GGUF file has that of all heads
     return GatedDeltaShape(
         num_heads=num_heads,
         num_keys=num_keys,
         key_size=fields.integer("linear_key_head_dim", 128, maximum=MAX_WIDTH),
-        value_size=fields.integer("linear_value_head_dim", 128, maximum=MAX_WIDTH),
+        value_size=fields.integer("linear_value_head_dim", size, maximum=MAX_WIDTH),
         taps=fields.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_TAPS),
         eps=eps,
         most=most,

@@ -14,8 +14,11 @@ from callboard import LLM
 from engine.types.errors import PluginError, WeightsError
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
 from tests.features.speculation.conftest import Guess
+from tests.formats.gguf_files import write
+from tests.formats.test_gguf_families import FILES
 from tests.models.checkpoints import build, save
 from tests.models.mtp_heads import ReferenceMTP
+from tests.own_cache import use_own_cache
 from tests.sampling.borders import clear_of_borders
 
 QUICK = "qwen3-5"
@@ -67,6 +70,21 @@ def test_tokens_are_those_without_and_guesses_those_of_the_definition(
     with engine(directory) as llm, clear_of_borders():
         for _ in range(2):  # then with prompts and outputs in the cache
             same(said(llm, PROMPTS[:6], GREEDY), expected)
+    as_defined(guesses, reference)
+
+
+@pytest.mark.parametrize("variant", [QUICK, pytest.param("glm4-moe", marks=pytest.mark.slow)])
+def test_the_layer_of_a_gguf_file_guesses_the_same(
+    variant: str, tmp_path: Path, guesses: list[Guess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_own_cache(monkeypatch, tmp_path / "cache")
+    reference = ReferenceMTP(variant)
+    saved = reference.save(tmp_path / "model")
+    with engine(saved, None) as llm, clear_of_borders():
+        expected = said(llm, PROMPTS[:6], GREEDY)
+    write(tmp_path / "tiny.gguf", reference.model, *FILES[variant], saved=saved)
+    with engine(tmp_path / "tiny.gguf") as llm, clear_of_borders():
+        same(said(llm, PROMPTS[:6], GREEDY), expected)
     as_defined(guesses, reference)
 
 
