@@ -39,6 +39,11 @@ class CapturedComm:
         self._comm = ThreadComm(rank, posted, barrier)
         RANKS[id(self._comm)] = self._comm
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether a rank of the group has left."""
+        return self._barrier.broken
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.num_sums += 1
         sum_of_ranks(tensor, id(self._comm))

@@ -20,10 +20,13 @@ BY_DEVICE = -1  # in place of a length that only the device knows
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Counts that only the device knows.  lengths_R: int32, of keys and values.  lacking_R: int64, of the draft."""
+    """Counts that only the device knows.  lengths_R: int32, of keys and values.  lacking_R: int64, of the draft.
+
+    before_R: lengths_R before the last step of which only the device knew them."""
 
     lengths_R: Tensor
     lacking_R: Tensor
+    before_R: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class CountedTokens:
         """Return the counts, kept from now on."""
         if self._counts is None:
             lengths_R = self._rows.keep_lengths()
-            self._counts = RowCounts(lengths_R, torch.zeros_like(lengths_R, dtype=torch.int64))
+            lacking_R = torch.zeros_like(lengths_R, dtype=torch.int64)
+            self._counts = RowCounts(lengths_R, lacking_R, torch.zeros_like(lengths_R))
         return self._counts
 
     def begin(self, rows_B: Int32, ends_B: Int32 | None, counts_B: npt.NDArray[np.int64]) -> Tensor:
@@ -76,12 +80,31 @@ class CountedTokens:
         self._begun = _Begun(rows_B, counts_B, ends_B, counted_ends_B, at, said_BD)
         return said_BD
 
-    def put(self, rows_B: Int32, ends_B: Int32) -> None:
-        """Note numbers of known tokens of rows that have been drafted for without a result: none was right."""
+    def put(self, rows_B: Int32, ends_B: Int32 | None) -> None:
+        """Note numbers of known tokens of rows that have been drafted for without a result: none was right.
+
+        ends_B: None if only the device has them: each row has one more than before its step."""
         self._begun = None
-        if (counts := self._counts) is not None:
+        if (counts := self._counts) is None:
+            return
+        if ends_B is None:
+            rows = self._rows.upload(rows_B.astype(np.int64))
+            counts.lengths_R.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32))
+        else:
             rows, lengths = self._rows.upload(np.stack((rows_B, ends_B)).astype(np.int64))
             counts.lengths_R.index_copy_(0, rows, lengths.to(torch.int32))
+
+    def note(self) -> None:
+        """Note the lengths before a step of which only the device knows them."""
+        assert self._counts is not None, "no lengths are kept"
+        self._counts.before_R.copy_(self._counts.lengths_R)
+
+    def read(self) -> Int32:
+        """Return to the lengths of the last ``note``.  Wait for the device, and return them, of all rows."""
+        assert self._counts is not None, "no lengths are kept"
+        self._counts.lengths_R.copy_(self._counts.before_R)
+        lengths_R: Int32 = self._counts.before_R.cpu().numpy()
+        return lengths_R
 
     def end(self, lacking: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Compare the drafted tokens with those that their step has sampled in their places.

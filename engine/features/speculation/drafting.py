@@ -83,7 +83,8 @@ class Drafter:
         self._chain: DraftChain | None = None
         self._counted = CountedTokens(rows, num_tokens)
         self._counted_rows: dict[int, int] = {}  # whose count here is out of date: tokens that were not drafted behind
-        self._asked: tuple[Int32, Int32] = NO_INTS, NO_INTS  # the last rows to draft for, numbers of known tokens
+        # The last rows to draft for, and numbers of known tokens; None if only the device has these.
+        self._asked: tuple[Int32, Int32 | None] = NO_INTS, NO_INTS
         self._has_drafted = False  # for them
         self._unread: set[int] = set()  # of the last rows to draft for, those of which too much is to be read
         self._filled_P = np.zeros(pool.num_pages, dtype=np.int32)
@@ -184,7 +185,7 @@ class Drafter:
         """Draft tokens for the places that the proposals name; 0 for a row of which too much must be read first."""
         rows_K, positions_K, _ = proposals.columns()
         rows_B, first_B = np.unique(rows_K, return_index=True)
-        self._asked = rows_B, positions_K[first_B] + self._ahead
+        self._asked = rows_B, None if proposals.counted else positions_K[first_B] + self._ahead
         self._has_drafted = False
         computed = self._rows.computed.copy()
         try:
@@ -230,10 +231,20 @@ class Drafter:
         anything of the rows."""
         if given and self._has_drafted:
             self._counted.end(self._lacking)
-            return
-        rows_B, ends_B = self._asked
-        self._counted.put(rows_B, ends_B)
-        self._unread.update(rows_B.tolist())
+        else:
+            rows_B, ends_B = self._asked
+            self._counted.put(rows_B, ends_B)
+            self._unread.update(rows_B.tolist())
+            for row in rows_B.tolist():
+                self._counted_rows.pop(row, None)  # what it has read for sure is what the host knew before
+        self._counted.note()
+
+    def known(self) -> Int32:
+        """Return the lengths of all rows before the step that is half launched, after a wait for the device."""
+        lengths_R = self._counted.read()
+        rows_B, _ = self._asked
+        self._asked = rows_B, lengths_R[rows_B] + 1
+        return lengths_R
 
     def _lacking(self, counts_B: Tensor, right_B: Tensor) -> Tensor:
         """Return how many tokens rows lack next, after so many drafted ones of which so many were right."""

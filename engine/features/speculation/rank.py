@@ -22,6 +22,7 @@ from engine.features.speculation.counted_decodes import CountedDecodes
 from engine.features.speculation.draft_model import RankDraft
 from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.eagle_head import RankHead
+from engine.features.speculation.known_lengths import KnownLengths
 from engine.features.speculation.messages import NAME, Proposals, drafted_part, proposals_of
 from engine.features.speculation.terms import Terms
 from engine.graphs.decode import DecodeGraphs
@@ -61,7 +62,8 @@ class DraftRank(SpeculationRank):
         self._drafted: Drafted | None = None
         self._decodes: CountedDecodes | None = None
         self._plans_nothing = False
-        self._counting = False  # a step of which only the device knows the lengths is half launched
+        self._counting: Proposals | None = None  # of a step of which only the device knows the lengths, half launched
+        self._known: KnownLengths | None = None  # of such a step, if it is launched in parts or again
         self._were_given = False  # the last drafted tokens are in the result of their step
         self._last_step = -1
         self._is_cut = False  # steps have been launched in parts
@@ -116,35 +118,45 @@ class DraftRank(SpeculationRank):
 
     def apply(self, step: Step) -> Step:
         """Draft the tokens that the step names.  A step that is launched again in parts has lost them."""
-        if self._counting:
-            raise RuntimeError("a step whose lengths the device counts cannot be launched again")
         self._drafted = None
-        self._is_cut |= step.step_id == self._last_step
+        is_again = step.step_id == self._last_step
+        self._is_cut |= is_again
         self._last_step = step.step_id
+        if not is_again:
+            self._known = None
         proposals = proposals_of(step)
         if proposals.counted:
-            self._begin_counted(step, proposals)
+            self._drafter.count(given=self._were_given)
+            self._counting = proposals
+        if self._counting is not None:
+            self._begin_counted(step, self._counting, is_again=is_again)
+        if self._known is not None:
+            step, proposals = self._known.step(step), self._known.proposals(proposals)
         self._drafter.follow(step, self._context.rows.computed)
         if proposals.rows:
             self._were_given = False
             self._drafted = self._draft_for(step, proposals)
         return step
 
-    def _begin_counted(self, step: Step, proposals: Proposals) -> None:
-        """Count the right ones among the tokens of the step before, all parts of which are queued."""
+    def _begin_counted(self, step: Step, proposals: Proposals, *, is_again: bool) -> None:
+        """Let the device count the tokens of the step before, all parts of which are queued.
+
+        A step that is launched in parts, or again, is stated with its lengths, for which the host waits."""
         assert self._decodes is not None, "ranks without graphs have said that they count tokens"
-        if num_tokens(step) != (len(proposals.counted) + len(proposals.rows)) // 4:
-            raise RuntimeError("a step whose lengths the device counts cannot be launched in parts")
-        self._counting = True
-        self._drafter.count(given=self._were_given)
-        self._decodes.counted = np.frombuffer(proposals.counted, dtype=np.int32)
+        counted = np.frombuffer(proposals.counted, dtype=np.int32)
+        if not is_again and num_tokens(step) == len(counted) + len(proposals.rows) // 4:
+            self._decodes.counted = counted
+            return
+        lengths_R = self._drafter.known()
+        self._known, self._counting, self._decodes.counted = KnownLengths(proposals, lengths_R), None, None
+        self._context.rows.computed[counted] = lengths_R[counted]
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         """Add the drafted tokens to the result: its event comes after their copy to the host."""
-        if self._counting:
+        if self._counting is not None:
             assert self._decodes is not None
             assert self._decodes.counted is None, f"step {step.step_id} has not run by graphs"
-            self._counting = False
+            self._counting = None
         if (drafted := self._drafted) is not None:
             self._were_given = True
             launched.parts[NAME] = lambda: drafted_part(drafted.by_row(), self._most_places)
@@ -153,7 +165,7 @@ class DraftRank(SpeculationRank):
     def _most_places(self) -> int:
         """The tokens of a step whose lengths the device counts; 0 if the rank needs the host for that.
 
-        A step is launched in parts where memory is short, and one that is counted could not be."""
+        Where memory is short a step is launched in parts, and the host would wait for the lengths of each."""
         if self._decodes is None or self._is_cut or not self._drafter.by_graph:
             return 0
         return self._decodes.most_places
@@ -162,15 +174,14 @@ class DraftRank(SpeculationRank):
         """Return the drafted tokens, or none if the device has no memory for that: the step verifies what it finds.
 
         Raises MemoryError if other ranks may be in the middle of drafting.  RuntimeError then for a model with states:
-        its steps cannot be cut into parts, since copies of states belong before and behind a whole step; and for a step
-        whose lengths the device counts, as it cannot be launched again."""
+        its steps cannot be cut into parts, since copies of states belong before and behind a whole step."""
         try:
             return self._drafter.draft(step, proposals)
         except (MemoryError, RuntimeError) as error:
             if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and CPU_ALLOCATOR not in str(error):
                 raise
-            if self._counting or self._context.comm.size > 1:
-                if self._counting or self._context.states is not None:
+            if self._context.comm.size > 1:
+                if self._context.states is not None:
                     raise RuntimeError(f"no room to draft for a step that cannot be cut: {error}") from error
                 raise MemoryError(str(error)) from None
             rows_B = np.unique(proposals.columns()[0])

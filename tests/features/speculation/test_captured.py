@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from msgspec import structs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from callboard import LLM, SamplingParams
@@ -16,7 +17,9 @@ from engine.execution.runner import ModelRunner
 from engine.features.speculation.counted_tokens import CountedTokens
 from engine.features.speculation.draft_chain import DraftChain
 from engine.features.speculation.drafting import Drafted, Drafter
+from engine.features.speculation.known_lengths import KnownLengths
 from engine.features.speculation.messages import NAME, Proposals, proposals_of
+from engine.features.speculation.overlaps import Overlaps
 from engine.features.speculation.payoff import Payoff
 from engine.graphs import inputs as torch_inputs
 from engine.graphs.decode import DecodeGraphs
@@ -57,6 +60,7 @@ def engine(directory: Path, mode: str, proposer: str = "none", **options: Any) -
             "kv": {"num_pages": 200, "page_size": 4},
             "scheduler": {"max_running": 4, "prefill_chunk": 16, "max_step_tokens": 24},
             "graphs": {"mode": mode},
+            "placement": {"max_restarts": 0},
             "plugins": {
                 "attention": "torch",
                 "proposer": proposer,
@@ -271,47 +275,121 @@ def test_steps_that_draft_and_verify_overlap(
     assert steps.num_counted > steps.num_verifying / 3
 
 
-@pytest.mark.parametrize("place", ["draft", "step", "cut"])
-def test_a_step_that_overlaps_goes_on_behind_one_that_had_no_room(
-    directory: Path, nearly: Path, plain: dict[str, Outputs], monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    """The step in front is launched in parts, or verifies nothing: what it had drafted does not count."""
-    drafts(monkeypatch)
-    steps, failed = Overlapping(monkeypatch), list[int]()
-    launch, replay, draft = StepSplitter.launch, DecodeGraphs.launch, Drafter._replay
+class Short:
+    """Steps without room, up to three: in front of one that overlaps, or such steps.
 
-    def short(step_id: int) -> bool:
-        if step_id in failed or len(failed) >= 3 or steps.is_counted or not steps.num_counted:
+    place: "draft" or "step", which fails, or "cut": the step is known to be too large."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, steps: Overlapping, place: str, *, counted: bool) -> None:
+        self.failed: list[int] = []
+        self._steps, self._counted = steps, counted
+        launch, replay = StepSplitter.launch, DecodeGraphs.launch
+        name = "_replay_counted" if counted else "_replay"
+        draft = getattr(Drafter, name)
+
+        def launching(splitter: StepSplitter, step: Step) -> Any:
+            proposals = proposals_of(step)
+            steps.step_id, steps.is_counted = step.step_id, bool(proposals.counted)
+            proposed = bool(proposals.rows) and not step.admissions
+            splitter._most_tokens = 6 if place == "cut" and proposed and self._now() else 0
+            return launch(splitter, step)
+
+        def replaying(graphs: DecodeGraphs, *given: Any) -> Any:
+            decoded = replay(graphs, *given)
+            if place == "step" and self._now():  # for something behind the graph
+                raise MemoryError("no room")
+            return decoded
+
+        def drafting(drafter: Drafter, *given: Any) -> Any:
+            if place == "draft" and self._now():
+                raise MemoryError("no room")
+            return draft(drafter, *given)
+
+        patch.setattr(StepSplitter, "launch", launching)
+        patch.setattr(DecodeGraphs, "launch", replaying)
+        patch.setattr(Drafter, name, drafting)
+
+    def _now(self) -> bool:
+        steps = self._steps
+        if steps.step_id in self.failed or len(self.failed) >= 3 or not steps.num_counted:
             return False
-        failed.append(step_id)
+        if steps.is_counted != self._counted:
+            return False
+        self.failed.append(steps.step_id)
         return True
 
-    def launching(self: StepSplitter, step: Step) -> Any:
-        steps.step_id, steps.is_counted = step.step_id, bool(proposals_of(step).counted)
-        proposed = bool(proposals_of(step).rows) and not step.admissions
-        self._most_tokens = 6 if place == "cut" and proposed and short(step.step_id) else 0
-        return launch(self, step)
 
-    def replaying(self: DecodeGraphs, *given: Any) -> Any:
-        if place == "step" and short(steps.step_id):
-            raise MemoryError("no room")
-        return replay(self, *given)
+LONGER = [GREEDY.replace(max_tokens=22)] * 3 + [GREEDY]
 
-    def drafting(self: Drafter, *given: Any) -> Any:
-        if place == "draft" and short(steps.step_id):
-            raise MemoryError("no room")
-        return draft(self, *given)
 
-    monkeypatch.setattr(StepSplitter, "launch", launching)
-    monkeypatch.setattr(DecodeGraphs, "launch", replaying)
-    monkeypatch.setattr(Drafter, "_replay", drafting)
-    with engine(directory, "decode", "draft_model", path=str(nearly), num_tokens=3) as llm:
-        found = llm.generate(PROMPTS, [GREEDY.replace(max_tokens=22)] * 3 + [GREEDY])
+@pytest.fixture(scope="module")
+def longer(directory: Path) -> Outputs:
+    """Without graphs and without speculation."""
     with engine(directory, "off") as llm:
-        assert [one.token_ids for one in found] == [
-            one.token_ids for one in llm.generate(PROMPTS, [GREEDY.replace(max_tokens=22)] * 3 + [GREEDY])
-        ]
-    assert failed
+        return outputs(llm, LONGER)
+
+
+def without_room(
+    directory: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, place: str, *, counted: bool
+) -> Outputs:
+    """The outputs of an engine in which steps that draft have no room; one row of a step that overlaps only decodes."""
+    drafts(monkeypatch)
+    drafted = Overlaps.drafted
+    monkeypatch.setattr(Overlaps, "drafted", lambda self, rows: drafted(self, rows)[1:])
+    short = Short(monkeypatch, Overlapping(monkeypatch), place, counted=counted)
+    with engine(directory, "decode", "draft_model", path=str(draft), num_tokens=3) as llm:
+        found = outputs(llm, LONGER)
+    assert short.failed
+    return found
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("place", ["draft", "step", "cut"])
+def test_steps_that_overlap_go_on_where_one_has_no_room(
+    directory: Path, nearly: Path, longer: Outputs, monkeypatch: pytest.MonkeyPatch, place: str, counted: bool
+) -> None:
+    """A step is launched in parts, or verifies nothing: what it had drafted does not count.  No executor restarts."""
+    assert without_room(directory, nearly, monkeypatch, place, counted=counted) == longer
+
+
+def _one_more(self: CountedTokens, rows_B: Any, ends_B: Any) -> None:
+    self._begun = None
+
+
+def _planned_lengths(self: CountedTokens) -> Any:
+    return self._counts.before_R.cpu().numpy()
+
+
+def _planned_counts(self: Drafter) -> Any:
+    asked, lengths_R = self._asked, known(self)
+    self._asked = asked
+    return lengths_R
+
+
+known = Drafter.known
+FAULTS: dict[str, tuple[Any, str, Any, str]] = {
+    "a step with no draft counts none": (CountedTokens, "put", _one_more, "draft"),
+    "positions are the planned ones": (KnownLengths, "step", lambda self, step: step, "step"),
+    "positions of a cut step are the planned ones": (KnownLengths, "step", lambda self, step: step, "cut"),
+    "drafts are where they were planned": (
+        KnownLengths,
+        "proposals",
+        lambda self, one: structs.replace(one, counted=b""),
+        "cut",
+    ),
+    "lengths on the device stay the planned ones": (CountedTokens, "read", _planned_lengths, "step"),
+    "the next step counts from the planned ends": (Drafter, "known", _planned_counts, "step"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_mistake_where_a_step_that_overlaps_has_no_room_is_noticed(
+    directory: Path, nearly: Path, longer: Outputs, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    owner, name, wrong, place = FAULTS[fault]
+    monkeypatch.setattr(owner, name, wrong)
+    assert without_room(directory, nearly, monkeypatch, place, counted=True) != longer
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ import pytest
 from torch import Tensor
 
 from callboard import LLM
+from engine.actors.step_splitting import StepSplitter
 from engine.features.speculation.draft_chain import DraftChain
 from engine.features.speculation.draft_model import RankDraft
 from engine.features.speculation.drafting import Drafted, Drafter
-from engine.features.speculation.messages import Proposals
+from engine.features.speculation.messages import Proposals, proposals_of
 from engine.features.speculation.payoff import Payoff
 from engine.features.speculation.rank import DraftRank
 from engine.messages import Step
@@ -79,7 +80,8 @@ class Ranks:
 
     def _connect(self, config: Any, plugins: Any, rank: int, *_: Any) -> CapturedComm:
         with self._lock:
-            self.comms = self.comms or new_group(NUM_RANKS)
+            if not self.comms or self.comms[0].is_closed:
+                self.comms = new_group(NUM_RANKS)
         return self.comms[rank]
 
 
@@ -143,6 +145,46 @@ def test_steps_of_ranks_that_draft_and_verify_overlap(
             assert sum(one.usage.rejected_tokens for one in found) > 0
     assert ranks.drafted[0] == ranks.drafted[1]
     assert steps.num_counted > steps.num_verifying / 5
+
+
+@pytest.mark.slow
+def test_ranks_of_which_one_has_no_room_for_a_step_that_overlaps_start_again_with_a_limit(
+    directory: Path, nearly: Path, plain: dict[str, Outputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with any other step: it is no fault, of which none is allowed here."""
+    Ranks(monkeypatch)
+    drafting, failed = Drafter._replay_counted, list[int]()
+
+    def short(drafter: Drafter, *given: Any) -> Any:
+        if threading.current_thread().name == "executor1" and not failed:
+            failed.append(1)
+            raise MemoryError("planted")  # while the other rank waits for this one
+        return drafting(drafter, *given)
+
+    monkeypatch.setattr(Drafter, "_replay_counted", short)
+    with engine(directory, "draft_model", path=str(nearly), num_tokens=3) as llm:
+        assert [one.token_ids for one in llm.generate(PROMPTS, GREEDY)] == plain["greedy"]
+    assert failed
+
+
+@pytest.mark.slow
+def test_steps_of_ranks_that_overlap_and_are_too_large_are_cut_alike(
+    directory: Path, nearly: Path, plain: dict[str, Outputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, launch = Ranks(monkeypatch), StepSplitter.launch
+    cut: dict[str, list[int]] = defaultdict(list)
+
+    def launching(splitter: StepSplitter, step: Step) -> Any:
+        is_counted = bool(proposals_of(step).counted)
+        cut[threading.current_thread().name] += [step.step_id] * is_counted
+        splitter._most_tokens = 5 * is_counted
+        return launch(splitter, step)
+
+    monkeypatch.setattr(StepSplitter, "launch", launching)
+    with engine(directory, "draft_model", path=str(nearly), num_tokens=3) as llm:
+        assert [one.token_ids for one in llm.generate(PROMPTS, GREEDY)] == plain["greedy"]
+    assert cut["executor0"] == cut["executor1"] != []
+    assert ranks.drafted[0] == ranks.drafted[1]
 
 
 @pytest.mark.slow
