@@ -18,7 +18,9 @@ def section(
 ) -> Iterator[Row]:
     """A row per contender and step.  models: query heads, KV heads, layers.  One that is out is no failure.
     limit_s: of measuring, and again of compiling before that."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.float32
+    if device.type == "cuda":  # processes of the race want its number
+        device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
     for heads, kv_heads, layers in models:
         spec = AttentionSpec(layers, heads, kv_heads, HEAD_SIZE, HEAD_SIZE**-0.5)
         plugins = Plugins({ATTENTION: "auto"})

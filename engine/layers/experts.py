@@ -127,9 +127,9 @@ class Experts:
     def mixed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, kernels: LayerKernels | None) -> Tensor:
         """Return the sum over the chosen experts, and what is for all tokens."""
         if self.shape.weighs_inputs:
-            out_TD, ones_T1 = torch.zeros_like(x_TD), torch.ones_like(weights_TK[:, :1])
+            out_TD, ones_T1 = torch.zeros_like(x_TD), weights_TK.new_ones((len(x_TD), 1))
             for weight_T1, expert_T1 in zip(weights_TK.split(1, 1), experts_TK.split(1, 1), strict=True):
-                out_TD += self._result(x_TD * weight_T1, ones_T1, expert_T1)
+                out_TD += self._result(x_TD * weight_T1, ones_T1, expert_T1.contiguous())
         else:
             out_TD = self._result(x_TD, weights_TK, experts_TK)
         if self.shared is not None:

@@ -206,6 +206,22 @@ def test_more_pairs_than_a_program_looks_at_together(monkeypatch):
     torch.testing.assert_close(mix_experts(x, weights, chosen, *experts).double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_that_weighs_inputs_takes_several_experts_for_a_token():
+    """Llama 4's: each expert of a token has an input of its own, so the choice is read column by column."""
+    router = RouterShape(scoring="sigmoid")
+    shape = ExpertsShape(
+        num_experts=6, num_chosen=2, expert_size=24, activation="silu", router=router, weighs_inputs=True
+    )
+    layer = Experts(shape, 40, LocalComm(), torch.device("cpu"), torch.float32)
+    for number, one in enumerate(layer.slices("")):
+        one.target.copy_(normal(*one.target.shape, seed=number) / 4)
+    x = normal(9, 40, seed=99)
+    expected = layer(x, None)
+    layer.on_gpu = True
+    layer.pack(FusedKernels("cpu"))
+    torch.testing.assert_close(layer(x, None), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_the_layer_takes_it_and_waits_for_no_value(stacked):
     activation = "clamped_swish" if stacked else "silu"
