@@ -53,6 +53,7 @@ class Payoff:
     def __init__(self) -> None:
         self._decode_s: dict[int, float] = {}  # by number of rows
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+        self._excess = 0.0  # seconds of the last verification over those expected
 
     def note_decode(self, num_rows: int, seconds: float) -> None:
         """Note the duration of a step without proposals or prompts."""
@@ -62,7 +63,10 @@ class Payoff:
     def note_verification(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Note the duration of a step without prompts, with so many tokens including proposals."""
         base_s, slope_s = self._verification(num_rows)
-        seconds = min(seconds, OUTLIER * max(base_s + slope_s * num_tokens, SHORTEST_S))
+        expected_s = max(base_s + slope_s * num_tokens, SHORTEST_S)
+        # The cost is only assumed at first: what the step before took as well is no outlier.
+        before, self._excess = self._excess, seconds / expected_s
+        seconds = expected_s * min(self._excess, max(OUTLIER, before))
         sums = (self._weight, self._tokens, self._seconds, self._squares, self._products)
         added = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
         self._weight, self._tokens, self._seconds, self._squares, self._products = (

@@ -57,3 +57,14 @@ def test_before_anything_is_known_only_what_has_been_right_is_tried() -> None:
     for _ in range(8):
         rate.note(is_hit=False)
     assert rate.share < 0.5
+
+
+def test_a_cost_far_above_the_assumed_one_is_believed_after_a_few_steps() -> None:
+    """The passes of a draft model cost more than a token of an n-gram, which is what is assumed."""
+    payoff = Payoff()
+    for _ in range(5):
+        payoff.note_decode(1, 0.005)
+    assert payoff.counts([Chance(0.99, 4)], 1, 100) == [4]
+    for _ in range(3):
+        payoff.note_verification(5, 1, 0.036)
+    assert payoff.counts([Chance(0.99, 4)], 1, 100) == [0]
