@@ -287,9 +287,12 @@ def multiply_group(
 def rounded_rows(x_MC):
     """Return rows in float8, and the float32 scale of each."""
     x_MC = x_MC.to(tl.float32)
-    scale_M = tl.maximum(tl.max(tl.abs(x_MC), 1), SMALLEST) / LARGEST
+    # Exact divisions, as of ``rounding.py``: bfloat16 numbers lie half-way between two of float8 often.
+    largest_M = tl.maximum(tl.max(tl.abs(x_MC), 1), SMALLEST)
+    scale_M = tl.div_rn(largest_M, tl.zeros_like(largest_M) + LARGEST)
+    shrunk_MC = tl.div_rn(x_MC, tl.zeros_like(x_MC) + scale_M[:, None])
     # A GPU's maximum leaves NaN out, and so would its clamp.
-    shrunk_MC = tl.clamp(x_MC / scale_M[:, None], -LARGEST, LARGEST, tl.PropagateNan.ALL)
+    shrunk_MC = tl.clamp(shrunk_MC, -LARGEST, LARGEST, tl.PropagateNan.ALL)
     return shrunk_MC.to(tl.float8e4nv), scale_M
 
 
