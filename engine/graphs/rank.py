@@ -194,8 +194,6 @@ class RankGraphs:
     def _new_piecewise(self, parts: StepParts, scheduler: SchedulerSection) -> Piecewise | None:
         if self._recorder is None or self.mode == DECODE:
             return None
-        if parts.states is not None and self._section.mode == "auto":
-            return None  # no GPU has run these graphs yet
         model, pool = parts.model, parts.pool
         sizes = piecewise_sizes(min(self._settings.max_tokens, scheduler.max_step_tokens))
         attention = BreakingAttention(
