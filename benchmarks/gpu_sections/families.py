@@ -5,9 +5,10 @@ They lie in ``build/families``; ``python -m tests.models.answers build/families`
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from engine.types.errors import ConfigError, PluginError
 from gpu_sections.rows import Row, skipped
 from gpu_sections.stepping import captures, unmeasured
 
-FOLDER = Path(__file__).parents[2] / "build" / "families"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "families"
 ANSWERS = "answers.json"
 MOST_WORKERS = 8  # processes on one GPU, each with a context and a small pool
 
@@ -29,14 +31,24 @@ def section(device: torch.device, names: tuple[str, ...] = ()) -> Iterator[Row]:
         yield skipped(f"{FOLDER} has no checkpoints: python -m tests.models.answers {FOLDER.relative_to(Path.cwd())}")
         return
     workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        writing = {pool.submit(_rows, path, device.type): path.name for path in found}
+    with ThreadPoolExecutor(workers) as pool:
+        writing = [pool.submit(_in_process, path, device.type) for path in found]
         for done in as_completed(writing):
-            try:
-                yield from done.result()
-            except Exception as error:  # of one family, whatever it is
-                problem = f"{type(error).__name__}: {str(error)[:300]}"
-                yield {"case": writing[done], "ok": False, "problem": problem}
+            yield from done.result()
+
+
+def _in_process(path: Path, kind: str) -> list[Row]:
+    """Return the rows of a process of its own, or one that says how it failed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "benchmarks")))}
+    inherited = os.environ.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] += os.pathsep + inherited if inherited else ""
+    command = [sys.executable, "-m", "gpu_sections.families", str(path), kind]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return [{"case": path.name, "ok": False, "problem": lines[-1][:300]}]
+    rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
+    return rows
 
 
 def _rows(path: Path, kind: str) -> list[Row]:
@@ -69,3 +81,7 @@ def _rows(path: Path, kind: str) -> list[Row]:
                 case = f"{path.name}, graphs {mode}{again}: {same} of {len(prompts)} outputs"
                 rows.append({"case": case, "ok": outputs == expected})
     return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(_rows(Path(sys.argv[1]), sys.argv[2])))

@@ -81,16 +81,14 @@ def mix_experts(
     """Return the sum of weight * down(activation(gate(x)) * up(x)) over a token's experts, [T, D] in x's dtype.
 
     summed: False for the summands, [T, K, D].
-    first_expert: number of the first expert in gate_up and down; experts that are not there add nothing.  None: all
-    are there.
+    first_expert: number of the first expert in gate_up and down, if some are not there; these add nothing.
     x, gate_up, down: of one dtype, contiguous; or the latter two are ``FourBits``, x is bfloat16, and kind is
     "clamped_swish"; or they are ``EightBits``, and kind is another.  weights: any dtype.  experts: int64, distinct
     for a token.
     kind: a name in ``KINDS``, with all of gate first; or "clamped_swish" with limit and slope, alternating.
     Sums are float32; activations and each expert's weighted result are rounded to x's dtype.
     """
-    num_tokens, width = x_TD.shape
-    num_chosen, packed = experts_TK.shape[1], isinstance(gate_up_EOD, FourBits)
+    (num_tokens, width), num_chosen, packed = x_TD.shape, experts_TK.shape[1], isinstance(gate_up_EOD, FourBits)
     group = BLOCK if isinstance(gate_up_EOD, EightBits) else 0
     gate_up, gate_up_scales = (gate_up_EOD, None) if isinstance(gate_up_EOD, Tensor) else gate_up_EOD
     down, down_scales = (down_EDI, None) if isinstance(down_EDI, Tensor) else down_EDI
@@ -98,39 +96,43 @@ def mix_experts(
     assert kind == "clamped_swish" or not packed, f"weights in 4 bits have gates and ups in turns, not {kind}"
     assert not group or (kind != "clamped_swish" and width % group == inner % group == 0), f"{kind}, {width}, {inner}"
     assert all(one.is_contiguous() for one in (x_TD, weights_TK, experts_TK, gate_up, down)), "not contiguous"
-    if not num_tokens:
+    if not (num_pairs := num_tokens * num_chosen):
         return torch.empty_like(x_TD)
-    num_pairs, device = num_tokens * num_chosen, x_TD.device
     order_P, counts_E = sorted_pairs(experts_TK, num_experts, first_expert or 0)
     tiles = tiles_for(num_pairs, num_experts, FOUR_BIT_TILES if packed else FLOAT8_TILES if group else TILES)
     num_tiles = num_pairs // tiles.pairs + min(num_experts, num_pairs)
+    rounded = group if tiles.pairs > FLOAT8_TILES[0].pairs and max(width, inner) <= MAX_WIDTH else 0
     shared = {
         "NUM_CHOSEN": num_chosen, "NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts),
         "BLOCK_M": tiles.pairs, "BLOCK_C": group or TILE_BYTES // x_TD.element_size(), "UNROLLED": tiles.unrolled,
-        "AT_ONCE": TILES_AT_ONCE, "GROUP": group,
-        "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
+        "AT_ONCE": TILES_AT_ONCE, "GROUP": group, "ROUNDED": bool(rounded), "num_warps": tiles.warps,
+        "INTERPRETED": x_TD.device.type == "cpu", "num_stages": 3, "enable_fp_fusion": True,
     }  # fmt: skip
-    gated_PI = torch.empty((num_pairs, inner), dtype=x_TD.dtype, device=device)
-    # Every block of columns reads all inputs of a tile: where there are many, they are rounded once, by a launch.
-    rounded = bool(group) and tiles.pairs > FLOAT8_TILES[0].pairs and max(width, inner) <= MAX_WIDTH
-    shared["ROUNDED"] = rounded
-    inputs, input_scales = round_rows(x_TD, group) if rounded else (x_TD, None)
+    gated_PI = x_TD.new_empty((num_pairs, inner))
     gate_pairs[(num_tiles * triton.cdiv(inner, tiles.gate_columns),)](
-        inputs, input_scales, order_P, counts_E, gate_up, gate_up_scales, gate_up_bias_EO, gated_PI, num_tiles,
-        0 if input_scales is None else input_scales.stride(1), limit, slope,
-        INNER=width, WIDTH=inner, KIND=CLAMPED if kind == "clamped_swish" else KINDS[kind],
+        *_read_once(x_TD, rounded), order_P, counts_E, gate_up, gate_up_scales, gate_up_bias_EO, gated_PI, num_tiles,
+        limit, slope, INNER=width, WIDTH=inner, KIND=CLAMPED if kind == "clamped_swish" else KINDS[kind],
         BIASED=gate_up_bias_EO is not None, PACKED=packed, BLOCK_N=tiles.gate_columns, **shared,
     )  # fmt: skip
-    new = torch.empty if first_expert is None else torch.zeros  # no program writes results of experts of other ranks
-    results_PD = new((num_pairs, width), dtype=x_TD.dtype, device=device)
-    inputs, input_scales = round_rows(gated_PI, group) if rounded else (gated_PI, None)
+    new = x_TD.new_empty if first_expert is None else x_TD.new_zeros  # no program writes those of other ranks
+    results_PD = new((num_pairs, width))
     down_pairs[(num_tiles * triton.cdiv(width, tiles.down_columns),)](
-        inputs, input_scales, order_P, counts_E, down, down_scales, down_bias_ED, weights_TK, results_PD, num_tiles,
-        0 if input_scales is None else input_scales.stride(1),
-        INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, PACKED=packed, BLOCK_N=tiles.down_columns, **shared,
+        *_read_once(gated_PI, rounded), order_P, counts_E, down, down_scales, down_bias_ED, weights_TK, results_PD,
+        num_tiles, INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, PACKED=packed,
+        BLOCK_N=tiles.down_columns, **shared,
     )  # fmt: skip
     results_TKD = results_PD.view(num_tokens, num_chosen, width)
     return results_TKD.sum(1) if summed else results_TKD
+
+
+def _read_once(x_TI: Tensor, group: int) -> tuple[Tensor, Tensor | None, int]:
+    """Return the inputs of a product, their scales and the stride of these: rounded to float8, if there is a group.
+
+    Every block of columns reads all inputs of a tile: of many pairs they are rounded once, by a launch."""
+    if not group:
+        return x_TI, None, 0
+    rounded_TI, scales_TG = round_rows(x_TI, group)
+    return rounded_TI, scales_TG, scales_TG.stride(1)
 
 
 def tiles_for(num_pairs: int, num_experts: int, sizes: Sequence[Tiles]) -> Tiles:
@@ -325,7 +327,7 @@ def near_tile(num_tiles, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def gate_pairs(
-    x, x_scales, order, counts, gate_up, scales, bias, out, num_tiles, x_stride, limit, slope,
+    x, x_scales, x_stride, order, counts, gate_up, scales, bias, out, num_tiles, limit, slope,
     INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
@@ -402,7 +404,7 @@ def gate_pairs(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def down_pairs(
-    gated, gated_scales, order, counts, down, scales, bias, weights, out, num_tiles, gated_stride,
+    gated, gated_scales, gated_stride, order, counts, down, scales, bias, weights, out, num_tiles,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr, NUM_CHOSEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
