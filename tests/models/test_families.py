@@ -70,9 +70,8 @@ by `python -m tests.models.test_families`.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
   are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and those whose experts lie in one
   tensor (gpt-oss, Llama 4, Mistral 4): these are refused at start. MXFP4 is for gpt-oss. GGUF files are read for all
-  families but Mistral 4, DeepSeek V3.2, GLM-4.7-Flash, GLM-5 and Gemma 4, and of those with recurrent layers for LFM2,
-  Granite 4, Falcon-H1 and Nemotron-H, with experts in any type of blocks
-  (`pytest tests/formats/test_gguf_families.py`).
+  families without recurrent layers, and of the others for LFM2, Granite 4, Falcon-H1 and Nemotron-H, with experts in
+  any type of blocks (`pytest tests/formats/test_gguf_families.py`).
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2) need `attention.triton` or `attention.torch`. Attention sinks (gpt-oss) and latents
   (DeepSeek) need one of these, or `flash_attn` with FA3 (for sinks SGLang's build); `flash_mla` decodes over latents.
