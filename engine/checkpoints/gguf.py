@@ -216,6 +216,9 @@ def _config(paths: Sequence[Path], header: GGUFHeader) -> dict[str, Any]:
         raise WeightsError(f"{path}: there is no matrix 'token_embd.weight'")
     config["vocab_size"] = table[0].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    if family.scaled_head and config["tie_word_embeddings"]:
+        what = "its weights have the factor of logits, which is nowhere else; serve the safetensors checkpoint"
+        raise WeightsError(f"{path}: there is no matrix 'output.weight', expected one: {what}")
     for field, end in {"attention_bias": f"self_attn.{family.bias}.bias", **family.present}.items():
         config[field] = f"{family.layers}.0.{end}" in tensors
     if "model.layers.0.self_attn.k_b_proj.0.weight" in tensors:

@@ -75,6 +75,7 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     by_width: number of layers of the model whose scores are scaled by hidden size / heads instead of the head size.
     layered: whether layers with a window and without it have heads and rotary settings of their own.
     ends: tokens that end a text, besides those that a file says.
+    scaled_head: whether the factor of logits is part of the head's weights, so that a tied head lacks it.
     """
 
     architecture: str
@@ -96,6 +97,7 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     by_width: int = 0
     layered: bool = False
     ends: tuple[str, ...] = ()
+    scaled_head: bool = False
 
 
 def _experts(part: str, gate: str, up: str, down: str, router: str = "gate") -> dict[str, str]:
@@ -296,6 +298,7 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         fields={**MAMBA_SIZES, "ssm.inner_size": "mamba_d_ssm"},
         settings={"mamba_norm_before_gate": False},  # constant factors are part of the weights
         present={"mamba_rms_norm": "mamba.norm.weight"},
+        scaled_head=True,
     ),
     "gemma2": _gemma(
         2, 46,

@@ -307,6 +307,13 @@ def test_sequences_end_where_an_indexer_of_a_file_would_choose(tmp_path: Path) -
     assert read_model(resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")).shape.max_len == 96
 
 
+def test_a_tied_head_that_lacks_its_factor_is_refused(tmp_path: Path) -> None:
+    reference = build("falcon-h1-plain", tie_word_embeddings=True)
+    write(tmp_path / "tiny.gguf", reference, *FILES["falcon-h1-plain"])
+    with pytest.raises(WeightsError, match=r"there is no matrix 'output.weight', expected one: its weights have"):
+        resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+
+
 def test_a_correction_of_scores_means_sigmoids(tmp_path: Path) -> None:
     reference = build("deepseek-v3-even")
     write(tmp_path / "tiny.gguf", reference, "deepseek2", LATENT, metadata={"deepseek2.expert_gating_func": None})
