@@ -33,6 +33,7 @@ from engine.checkpoints.gguf_families import (
     GGUFFamily,
 )
 from engine.checkpoints.gguf_header import GGUFHeader, GGUFTensor
+from engine.checkpoints.gguf_layered import layered_settings
 from engine.checkpoints.gguf_parts import model_name, part_paths, read_header
 from engine.checkpoints.gguf_rotary import DIVISORS, LONG, SHORT, rotary_settings
 from engine.checkpoints.gguf_tokenizer import tokenizer_files
@@ -45,10 +46,12 @@ log = logging.getLogger(__name__)
 LINK = "model.gguf"
 SUFFIX = ".gguf"
 TABLE = "gguf_tensors.json"
-UNFOLDING = 8  # part of the directory's name: raise it when its content changes
+GLM_TOKENS = 154_880  # GLM-4.7-Flash is the only one of its architecture with this vocabulary
+UNFOLDING = 9  # part of the directory's name: raise it when its content changes
 STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
 FLOATS = {"F64", "F32", "F16", "BF16"}
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(\.weight|\.bias|)")
+HALVES = re.compile(r"(\w+)\|(\w+)")
 
 
 def unfold(path: Path) -> Path:
@@ -145,9 +148,8 @@ def _named(
         if family.predictor and tensor.name.startswith(behind):
             layer = "" if ".nextn." in tensor.name else f"{family.predictor}."
         name = layer + (own_name or f"{names[found[2]]}{found[3]}")
-        parts = _experts(path, tensor) if "#" in name else [_shaped(tensor, f"{found[2]}{found[3]}")]
-        for number, part in enumerate(parts):
-            own = name.replace("#", str(number))
+        parts = _experts(path, tensor, name) if "#" in name else {name: _shaped(tensor, f"{found[2]}{found[3]}")}
+        for own, part in parts.items():
             named[own] = (StoredTensor(path, own, "F32", part.shape, part.num_bytes), part)
     return named
 
@@ -164,17 +166,19 @@ def _shaped(tensor: GGUFTensor, name: str) -> GGUFTensor:
     return msgspec.structs.replace(tensor, shape=shape)
 
 
-def _experts(path: Path, stack: GGUFTensor) -> list[GGUFTensor]:
-    """Return the matrix or the bias of each expert, or head, of a stack."""
-    if len(stack.shape) != (2 if stack.name.endswith(".bias") else 3):
+def _experts(path: Path, stack: GGUFTensor, name: str) -> dict[str, GGUFTensor]:
+    """Return the matrices or biases of each expert, or head, of a stack.  name: as in ``GGUFFamily.names``."""
+    halves = HALVES.search(name)
+    names = [name.replace(halves[0], one) for one in halves.groups()] if halves else [name]
+    if len(stack.shape) != (2 if stack.name.endswith(".bias") else 3) or stack.shape[1] % len(names):
         raise WeightsError(f"{path}: tensor {stack.name!r} has shape {list(stack.shape)}, expected a matrix per expert")
-    num_bytes = stack.num_bytes // stack.shape[0]
-    return [
-        msgspec.structs.replace(
-            stack, shape=stack.shape[1:], offset=stack.offset + number * num_bytes, num_bytes=num_bytes
-        )
-        for number in range(stack.shape[0])
-    ]
+    num_bytes = stack.num_bytes // (stack.shape[0] * len(names))
+    shape = (stack.shape[1] // len(names), *stack.shape[2:])
+    owns = [one.replace("#", str(number)) for number in range(stack.shape[0]) for one in names]
+    return {
+        own: msgspec.structs.replace(stack, shape=shape, offset=stack.offset + place * num_bytes, num_bytes=num_bytes)
+        for place, own in enumerate(owns)
+    }
 
 
 def _family(path: Path, header: GGUFHeader) -> tuple[str, GGUFFamily]:
@@ -184,9 +188,14 @@ def _family(path: Path, header: GGUFHeader) -> tuple[str, GGUFFamily]:
         expected = ", ".join(one for one in FAMILIES if " " not in one)
         raise WeightsError(f"{path}: general.architecture is {name!r}, expected one of {expected}")
     experts, window = (header.value(f"{name}.{key}") for key in ("expert_count", "attention.sliding_window"))
-    kinds = {"with experts": experts, "with 128 experts": experts == 128, "with a window": window}
+    kinds = {"with a temperature": header.value(f"{name}.attention.temperature_scale")}
+    kinds |= {"with experts": experts, "with 128 experts": experts == 128, "with a window": window}
     kinds["with 256 experts"] = experts == 256
-    kinds["with sigmoids"] = header.value(f"{name}.expert_gating_func") == SIGMOID
+    kinds["with 154880 tokens"] = header.value(f"{name}.vocab_size") == GLM_TOKENS
+    # Files of models whose config.json leaves the function out do so, too; only sigmoids have a correction.
+    gating = header.value(f"{name}.expert_gating_func")
+    corrected = any(".exp_probs_b." in one.name for one in header.tensors)
+    kinds["with sigmoids"] = corrected if gating is None else gating == SIGMOID
     others = [FAMILIES[f"{name} {words}"] for words, there in kinds.items() if there and f"{name} {words}" in FAMILIES]
     family = others[0] if others else FAMILIES[name]
     if experts and "expert_count" not in family.fields:
@@ -216,6 +225,9 @@ def _config(paths: Sequence[Path], header: GGUFHeader) -> dict[str, Any]:
         raise WeightsError(f"{path}: there is no matrix 'token_embd.weight'")
     config["vocab_size"] = table[0].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    if family.scaled_head and config["tie_word_embeddings"]:
+        what = "its weights have the factor of logits, which is nowhere else; serve the safetensors checkpoint"
+        raise WeightsError(f"{path}: there is no matrix 'output.weight', expected one: {what}")
     for field, end in {"attention_bias": f"self_attn.{family.bias}.bias", **family.present}.items():
         config[field] = any(name.endswith(f".{end}") for name in tensors)
     if any(name.endswith(".self_attn.k_b_proj.0.weight") for name in tensors):
@@ -228,14 +240,24 @@ def _config(paths: Sequence[Path], header: GGUFHeader) -> dict[str, Any]:
         width = config["hidden_size"] // config["num_attention_heads"]
         wide = config["num_hidden_layers"] == family.by_width
         config["query_pre_attn_scalar"] = width if wide else config.get("head_dim", width)
-    config[family.rotary] = rotary_settings(path, prefix, header, family, config)
-    ends = (value("tokenizer.ggml.eos_token_id"), value("tokenizer.ggml.eot_token_id"))
-    config["eos_token_id"] = [one for one in dict.fromkeys(ends) if one is not None]
+    if family.layered:
+        config |= layered_settings(path, prefix, header, config, {name: one for name, (one, _) in tensors.items()})
+    else:
+        config[family.rotary] = rotary_settings(path, prefix, header, family, config)
+    config["eos_token_id"] = _ends(header, family)
     kinds = {tensor.kind for _, tensor in tensors.values() if len(tensor.shape) == 2}
     config[STORED_FORMATS] = sorted(kinds - FLOATS)
     halves = {"F16": "float16", "BF16": "bfloat16"}
     config["dtype"] = halves.get(min(kinds), "float32") if len(kinds) == 1 else "float32"
     return config
+
+
+def _ends(header: GGUFHeader, family: GGUFFamily) -> list[int]:
+    """Return the tokens that end a text, a turn or a call of a tool."""
+    tokens = header.value("tokenizer.ggml.tokens")
+    ends = [header.value(f"tokenizer.ggml.{one}_token_id") for one in ("eos", "eot", "eom")]
+    ends += [tokens.index(one) for one in family.ends if isinstance(tokens, list) and one in tokens]
+    return [one for one in dict.fromkeys(ends) if one is not None]
 
 
 def _layers(prefix: str, header: GGUFHeader, family: GGUFFamily, config: dict[str, Any]) -> dict[str, Any]:
@@ -253,6 +275,9 @@ def _layers(prefix: str, header: GGUFHeader, family: GGUFFamily, config: dict[st
                 found["layer_types"][layer] = family.kinds[2]
     if header.value(f"{prefix}.rope.scaling.finetuned"):
         found["position_embedding_type"] = "rope"  # Granite's hybrids have none without it
+    both, turned = config.get("qk_head_dim"), config.get("qk_rope_head_dim")
+    if isinstance(both, int) and isinstance(turned, int):
+        found["qk_nope_head_dim"] = both - turned
     if isinstance(number, int) and isinstance(behind, int):
         found["num_hidden_layers"] = number - behind
     recurrent = header.value(f"{prefix}.attention.recurrent_layers")

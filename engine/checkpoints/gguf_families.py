@@ -83,7 +83,7 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     """A family's files.  architecture, model_type: of config.json.
 
     names: tensors besides ``NAMES``, or other names for those, also with '.bias' or '.weight' at the end; '#' stands
-    for the number of an expert of a stack.
+    for the number of an expert of a stack, and 'a|b' for two halves of its rows.
     fields: keys besides ``FIELDS``, or other names for those.  settings: what the family's files leave out.
     rotary: the field for its settings.  stretch: what files leave out of them if they have YaRN.
     log_scale: factor of the logarithmic factor of YaRN that gives mscale; 0 for files without.
@@ -99,6 +99,9 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     shifted: whether the weights of norms have 1 added, but of those behind recurrences.
     by_turns: whether heads with a value lie as the first one of each key, then the second one of each, and so on.
     by_width: number of layers of the model whose scores are scaled by hidden size / heads instead of the head size.
+    layered: whether layers with a window and without it have heads and rotary settings of their own.
+    ends: tokens that end a text, besides those that a file says.
+    scaled_head: whether the factor of logits is part of the head's weights, so that a tied head lacks it.
     """
 
     architecture: str
@@ -121,15 +124,20 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     shifted: bool = False
     by_turns: bool = False
     by_width: int = 0
+    layered: bool = False
+    ends: tuple[str, ...] = ()
+    scaled_head: bool = False
 
 
 def _experts(part: str, gate: str, up: str, down: str, router: str = "gate") -> dict[str, str]:
-    """Return the names of experts and their router.  part: of a layer, that has them."""
+    """Return the names of experts and their router.  part: of a layer, that has them; '' for the layer itself."""
+    within = f"{part}." if part else ""
     return {
-        "ffn_gate_inp": f"{part}.{router}",
-        "ffn_gate_exps": f"{part}.experts.#.{gate}",
-        "ffn_up_exps": f"{part}.experts.#.{up}",
-        "ffn_down_exps": f"{part}.experts.#.{down}",
+        "ffn_gate_inp": f"{within}{router}",
+        "ffn_gate_exps": f"{within}experts.#.{gate}",
+        "ffn_up_exps": f"{within}experts.#.{up}",
+        "ffn_gate_up_exps": f"{within}experts.#.{gate}|{up}",
+        "ffn_down_exps": f"{within}experts.#.{down}",
     }
 
 
@@ -144,6 +152,7 @@ ROUTED = {
     "leading_dense_block_count": "first_k_dense_replace",
     **COUNTS,
 }
+UNSCALED: dict[str, Any] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}  # without keys that say otherwise
 LOCAL = {"expert_count": "num_local_experts", **COUNTS}
 GRANITE_FACTORS = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
@@ -172,9 +181,16 @@ def _llama4(**settings: Any) -> GGUFFamily:
 
 
 def _deepseek(version: int, **settings: Any) -> GGUFFamily:
+    return _latent(f"DeepseekV{version}ForCausalLM", f"deepseek_v{version}", **settings)
+
+
+def _latent(
+    architecture: str, model_type: str, *, stretch: Mapping[str, Any] = {}, indexed: bool = False, **settings: Any
+) -> GGUFFamily:
+    indexer = {"k_norm": "k_norm", "proj": "weights_proj", "attn_k": "wk", "attn_q_b": "wq_b"} if indexed else {}
     return GGUFFamily(
-        architecture=f"DeepseekV{version}ForCausalLM",
-        model_type=f"deepseek_v{version}",
+        architecture=architecture,
+        model_type=model_type,
         names={
             "attn_q_a": "self_attn.q_a_proj",
             "attn_q_b": "self_attn.q_b_proj",
@@ -185,6 +201,7 @@ def _deepseek(version: int, **settings: Any) -> GGUFFamily:
             "attn_k_b": "self_attn.k_b_proj.#",
             "attn_v_b": "self_attn.v_b_proj.#",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            **{f"indexer.{one}": f"self_attn.indexer.{own}" for one, own in indexer.items()},
             **_experts("mlp", *PROJECTIONS),
             **SHARED,
         },
@@ -197,11 +214,23 @@ def _deepseek(version: int, **settings: Any) -> GGUFFamily:
             "rope.dimension_count": "qk_rope_head_dim",
             "expert_group_count": "n_group",
             "expert_group_used_count": "topk_group",
+            **({"attention.indexer.top_k": "index_topk"} if indexed else {}),
             **ROUTED,
         },
         settings={"q_lora_rank": None, **settings},
+        stretch=stretch,
         log_scale=10.0,
     )
+
+
+# One of its two converters leaves out how queries grow behind the original length.
+MISTRAL4: Final = _latent(
+    "Mistral4ForCausalLM",
+    "mistral4",
+    stretch={"llama_4_scaling_beta": 0.1},
+    experts_in_stacks=False,
+    **UNSCALED,
+)
 
 
 def _lfm2(architecture: str, model_type: str, fields: Mapping[str, str], **settings: Any) -> GGUFFamily:
@@ -295,7 +324,10 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
     "deepseek2": _deepseek(2, topk_method="group_limited_greedy", n_group=1, topk_group=1),
     # Early files have no number of groups: those of V3, with 256 experts, have its groups, and Kimi K2's have one.
     "deepseek2 with 256 experts": _deepseek(3),
+    "deepseek2 with a temperature": MISTRAL4,
+    "deepseek2 with 154880 tokens": _latent("Glm4MoeLiteForCausalLM", "glm4_moe_lite", **UNSCALED),
     "deepseek2 with sigmoids": _deepseek(3, n_group=1, topk_group=1),
+    "deepseek32": _latent("DeepseekV32ForCausalLM", "deepseek_v32", indexed=True, **UNSCALED),
     "ernie4_5": GGUFFamily(architecture="Ernie4_5ForCausalLM", model_type="ernie4_5"),
     "exaone4": GGUFFamily(
         architecture="Exaone4ForCausalLM",
@@ -317,12 +349,43 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         fields={**MAMBA_SIZES, "ssm.inner_size": "mamba_d_ssm"},
         settings={"mamba_norm_before_gate": False},  # constant factors are part of the weights
         present={"mamba_rms_norm": "mamba.norm.weight"},
+        scaled_head=True,
     ),
     "gemma2": _gemma(
         2, 46,
         {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
     ),
     "gemma3": _gemma(3, 62, {}, rotary="rope_scaling"),
+    "gemma4": GGUFFamily(
+        architecture="Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        names={
+            **SANDWICH,
+            "post_ffw_norm_1": "post_feedforward_layernorm_1", "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm", "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            **_experts("", *PROJECTIONS, router="router.proj"),
+            "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        fields={
+            **WINDOW,
+            "attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "expert_count": "num_experts", "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        settings={
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0, "experts_in_stacks": False,
+        },
+        layered=True,
+        ends=("<turn|>", "<|tool_response>"),
+    ),
+    "glm-dsa": _latent("GlmMoeDsaForCausalLM", "glm_moe_dsa", indexed=True, **UNSCALED),
     "glm4": GGUFFamily(
         architecture="Glm4ForCausalLM",
         model_type="glm4",
@@ -466,6 +529,7 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
     "mistral3": GGUFFamily(
         architecture="Ministral3ForCausalLM", model_type="ministral3", fields=WINDOW, log_scale=1.0, paired=True
     ),
+    "mistral4": MISTRAL4,
     "nemotron": GGUFFamily(
         architecture="NemotronForCausalLM",
         model_type="nemotron",

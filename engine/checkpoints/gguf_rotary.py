@@ -26,7 +26,7 @@ def rotary_settings(
     if family.partial and turned is not None:
         parameters["partial_rotary_factor"] = turned / _head_size(path, prefix, config)
     kind = value(f"{prefix}.rope.scaling.type") or "none"
-    divisors, short, long = (_vector(header, name) for name in (DIVISORS, SHORT, LONG))
+    divisors, short, long = (vector(header, name) for name in (DIVISORS, SHORT, LONG))
     if divisors is not None:
         if kind != "none":
             raise WeightsError(f"{path}: {prefix}.rope.scaling.type is {kind!r}, expected none with {DIVISORS!r}")
@@ -65,7 +65,7 @@ def _head_size(path: Path, prefix: str, config: dict[str, Any]) -> int:
     return size
 
 
-def _vector(header: GGUFHeader, name: str) -> list[float] | None:
+def vector(header: GGUFHeader, name: str) -> list[float] | None:
     """Return the numbers of a tensor that is part of the configuration; None if there is none."""
     for tensor in header.tensors:
         if tensor.name == name:

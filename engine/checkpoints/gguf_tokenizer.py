@@ -69,7 +69,7 @@ NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 def tokenizer_files(header: GGUFHeader) -> dict[str, bytes]:
     """Return name -> content of the tokenizer's files.  Raises WeightsError for a tokenizer that is not read."""
     kind, tokens = header.value("tokenizer.ggml.model"), header.value("tokenizer.ggml.tokens")
-    makers = {"gpt2": _byte_level, "llama": _sentencepiece}
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _with_merges}
     maker = makers.get(kind) if isinstance(kind, str) else None
     if maker is None or not _are_texts(tokens):
         expected = f"expected one of {', '.join(makers)}, with its tokens"
@@ -132,6 +132,22 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], kinds: list[int]) -> d
         raise WeightsError(f"{header.path}: tokenizer.ggml.scores is no list of {len(tokens)} numbers, one per token")
     if (longest := max(map(len, tokens))) > MAX_TOKEN:
         raise WeightsError(f"{header.path}: a token has {longest} characters, expected {MAX_TOKEN} at most")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return _falling_back(header, tokens, _merges(vocabulary, scores))
+
+
+def _with_merges(header: GGUFHeader, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    """Return the parts of Gemma 4's tokenizer: one of SentencePiece whose file has its merges."""
+    merges = header.value("tokenizer.ggml.merges")
+    if not _are_texts(merges):
+        raise WeightsError(f"{header.path}: tokenizer.ggml.merges is missing, or no list of texts")
+    return _falling_back(header, tokens, merges)
+
+
+def _falling_back(
+    header: GGUFHeader, tokens: list[str], merges: Sequence[str] | Sequence[tuple[str, str]]
+) -> dict[str, Any]:
+    """Return the parts of a tokenizer that writes spaces as a character, and bytes for characters that it lacks."""
     spaced = header.value("tokenizer.ggml.add_space_prefix") is not False
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     decoders: list[dict[str, Any]] = [
@@ -142,15 +158,14 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], kinds: list[int]) -> d
     if spaced:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizers = [{"type": "Prepend", "prepend": SPACE}, replaced] if spaced else [replaced]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",
-            "vocab": vocabulary,
-            "merges": _merges(vocabulary, scores),
+            "vocab": {token: number for number, token in enumerate(tokens)},
+            "merges": merges,
             "unk_token": _token(header, tokens, "unknown"),
             "fuse_unk": True,
             "byte_fallback": True,
@@ -176,6 +191,8 @@ def _around(
     begins = header.value("tokenizer.ggml.add_bos_token")
     if begins is None:
         begins = content["model"].get("byte_fallback") or content["model"].get("ignore_merges")
+    if header.value("tokenizer.ggml.model") == "gemma4":
+        begins = True  # early files deny it
     before = [named["bos_token"]] if begins else []
     after = [named["eos_token"]] if header.value("tokenizer.ggml.add_eos_token") else []
     around = [[{"SpecialToken": {"id": one, "type_id": 0}} for one in side if one] for side in (before, after)]

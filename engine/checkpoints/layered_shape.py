@@ -103,6 +103,11 @@ class LayeredShape(DecoderShape, frozen=True, kw_only=True):
     inputs: LayerInputsShape | None = None
 
     @property
+    def input_width(self) -> int:
+        """Numbers of a token's inputs of all layers."""
+        return self.inputs.num_layers * self.inputs.size if self.inputs else 0
+
+    @property
     def _widest(self) -> AttentionShape | LatentAttentionShape:
         return max(self.attentions, key=lambda one: one.head_size)
 

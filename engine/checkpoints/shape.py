@@ -899,6 +899,11 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.vocab_size if self.task_head is None else 1
 
     @property
+    def input_width(self) -> int:
+        """Numbers of a token that layers read besides its embedding."""
+        return 0
+
+    @property
     def unlike_rounded(self) -> str:
         """The reason that its weights cannot be read from a rounded checkpoint (``PartShape``); '' if they can."""
         parts = (part for layer in self.layers for part in (layer.attention, layer.recurrent, layer.mlp) if part)

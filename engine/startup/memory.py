@@ -104,7 +104,7 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     num_tokens = min(scheduler.max_step_tokens, max_len * scheduler.max_running)
     num_sampled = most_sampled(config, num_tokens, more_samples)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
-    layer = 4 * shape.hidden_size + (4 * heads + 4 * shape.intermediate_size) // ranks
+    layer = 4 * shape.hidden_size + (4 * heads + 4 * shape.intermediate_size) // ranks + 2 * shape.input_width
     context = 4 * max_len * shape.num_kv_heads * shape.head_size  # a power of two that holds it, keys and values
     if config.kv.kept_as(str(dtype).removeprefix("torch.")):
         context += context // 2  # a copy as pages store it

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import regex
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GemmaTokenizer
 
 from engine.checkpoints.gguf_header import GGUFHeader
 from engine.checkpoints.gguf_tokenizer import SPLITS, tokenizer_files
 from engine.types.errors import WeightsError
-from tests.text.specimens import CORPUS, byte_level, llama2
+from tests.text.specimens import CORPUS, byte_level, gemma, llama2
 
 gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
 
@@ -73,6 +73,21 @@ def test_texts_are_encoded_as_by_the_original_and_by_transformers(make: Any, tmp
         assert ours.decode(ids, skip_special_tokens=False) == original.decode(ids, skip_special_tokens=False)
     for text in TEXTS:
         assert _ids(ours, text) == _ids(theirs, text)
+
+
+def test_texts_are_encoded_as_by_gemma_4(tmp_path: Path) -> None:
+    """Its file has merges, and early files deny the token that all texts begin with."""
+    stored = json.loads(gemma().to_str())["model"]
+    original = GemmaTokenizer(
+        vocab=stored["vocab"], merges=[tuple(one) for one in stored["merges"]], bos_token="<s>", eos_token="</s>"
+    )
+    merges = [" ".join(one) for one in stored["merges"]]
+    changes = {"model": "gemma4", "merges": merges, "add_space_prefix": False, "add_bos_token": False, "pre": None}
+    ours = _read(_write(tmp_path / "model.gguf", gemma(), **changes))
+    for text in (*TEXTS, "  two\n\n\nlines "):
+        ids = original.encode(text, add_special_tokens=False)
+        assert _ids(ours, text) == [1, *ids]
+        assert ours.decode(ids) == original.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o", "qwen35"])
@@ -169,7 +184,7 @@ def test_the_template_and_the_named_tokens_have_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model is 'bert', expected one of gpt2, llama, with its tokens"),
+        ({"model": "bert"}, "tokenizer.ggml.model is 'bert', expected one of gpt2, llama, gemma4, with its tokens"),
         ({"model": None}, "tokenizer.ggml.model is None"),
         ({"model": ["gpt2"]}, r"tokenizer.ggml.model is \['gpt2'\]"),
         ({"tokens": None}, "with its tokens; set model.tokenizer to a directory"),
@@ -179,6 +194,7 @@ def test_the_template_and_the_named_tokens_have_files(tmp_path: Path) -> None:
             "tokenizer.ggml.pre is 'unheard-of', expected one of default, gpt-2, .*; set model",
         ),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
+        ({"model": "gemma4", "merges": None}, "tokenizer.ggml.merges is missing, or no list of texts"),
         ({"model": "llama"}, "tokenizer.ggml.scores is no list of 403 numbers"),
         ({"model": "llama", "tokens": ["ab" * 1000], "scores": [0.0]}, "a token has 2000 characters, expected 1024 at"),
     ],

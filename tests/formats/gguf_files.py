@@ -5,6 +5,7 @@ that become tensors and tensors that become settings.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ TURNED |= dict.fromkeys(DELTA, 0.25)
 PATTERNED = ("exaone4", "olmo2")  # files of these say which layers have a window
 ATTENDING = {"lfm2": ("full_attention",), "lfm2moe": ("full_attention",)}
 ATTENDING |= dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe"), ("attention", "full_attention"))
+LATENT = ("deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "mistral4")
+NAMED_AS = {"deepseek32": "glm-dsa"}  # the package does not know it yet
+# Softmax, or sigmoids.
+SCORES = {"deepseek_v2": 1, "deepseek_v3": 2, "deepseek_v32": 2, "glm_moe_dsa": 2, "kimi_linear": 2}
+SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)$")
 # What the converter calls the parts of Qwen's layer for multi-token prediction, and its package does not know.
 PREDICTOR = {
@@ -50,37 +56,47 @@ def write(
     model: PreTrainedModel,
     architecture: str,
     keys: dict[str, str],
+    *,
     experts: str = "F32",
     deltas: str = "F32",
+    metadata: Mapping[str, Any] = {},
+    behind: bool = False,
     saved: Path | None = None,
 ) -> None:
     """Write it.  keys: metadata below the architecture's name that other families lack, by names in config.json.
 
     experts, deltas: types of the stacks of experts, and of the matrices around the gated delta rule, whose numbers
     must not change by it.  With another type than F32, axes of 1 are left out as by llama-quantize.
+    metadata: further values, or other ones; None leaves a key out.
+    behind: whether a layer behind the last one, here with the same numbers, predicts a token more.
     saved: where the model was saved, with a layer for multi-token prediction."""
-    config, kind = model.config, {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers + bool(saved))
+    config, kinds = model.config, {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}
+    number = config.num_hidden_layers
+    names = gguf.get_tensor_name_map(kinds[NAMED_AS.get(architecture, architecture)], number + 1)
     adapt = ADAPTED.get(architecture, lambda arrays, _: arrays)
     writer = gguf.GGUFWriter(path, architecture)
     facts = _facts(model, architecture, keys)
-    if saved is not None:
-        facts |= {"block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1}
+    if behind:
+        writer.add_tensor(f"blk.{number}.nextn.eh_proj.weight", np.zeros((config.hidden_size, 2), np.float32))
+    if behind or saved is not None:
+        facts |= {"block_count": number + 1, "nextn_predict_layers": 1}
         if recurrent := facts.get("attention.recurrent_layers"):
             recurrent.append(False)
-    for key, value in facts.items():
-        _add(writer, f"{architecture}.{key}", value)
-    writer.add_eos_token_id(2)
+    values = {f"{architecture}.{key}": value for key, value in facts.items()}
+    for key, value in (values | {"tokenizer.ggml.eos_token_id": 2} | dict(metadata)).items():
+        if value is not None:
+            _add(writer, key, value)
     if saved is None:
         saved = path.parent / "saved"
         model.save_pretrained(saved)
-    tensors = load_file(saved / "model.safetensors")
-    layer = f"{config.num_hidden_layers}."
     arrays = {
-        name.replace("mtp.layers.0.", f"model.layers.{layer}"): tensor.float().numpy()
-        for name, tensor in tensors.items()
+        name.replace("mtp.layers.0.", f"model.layers.{number}."): tensor.float().numpy()
+        for name, tensor in load_file(saved / "model.safetensors").items()
     }
-    if architecture in ("deepseek2", "kimi-linear"):
+    if behind:
+        last = {name: array for name, array in arrays.items() if f".layers.{number - 1}." in name}
+        arrays |= {name.replace(f".{number - 1}.", f".{number}.", 1): array for name, array in last.items()}
+    if architecture in LATENT:
         arrays = _split(arrays, config)
     if architecture == "apertus":
         arrays = _numbers_as_settings(writer, arrays)
@@ -96,9 +112,9 @@ def write(
         is_norm = name.endswith("norm.weight") or ".pre_fc_norm_" in name
         if architecture in SHIFTED and is_norm and ".linear_attn." not in name:
             array = array + 1
-        short = names.get_name(_merged(name, architecture), (".weight", ".bias"))
+        short = _scale(name) or names.get_name(_merged(name, architecture), (".weight", ".bias"))
         if name in PREDICTOR:
-            short = f"blk.{layer}{PREDICTOR[name]}"
+            short = f"blk.{number}.{PREDICTOR[name]}"
         assert short is not None, f"the package has no name for {name}"
         form = experts if short.endswith("_exps.weight") else "F32"
         if ".linear_attn." in name and array.ndim > 1 and "conv1d" not in name:
@@ -111,6 +127,8 @@ def write(
     rotary = getattr(config, "rope_parameters", None) or {}
     if rotary.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(config))
+    if architecture == "gemma4":
+        writer.add_tensor("rope_freqs.weight", _turned_or_not(config))
     for side in ("short", "long"):
         if factors := rotary.get(f"{side}_factor"):
             writer.add_tensor(f"rope_factors_{side}.weight", np.array(factors, np.float32))
@@ -158,7 +176,7 @@ def _multiplied(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
     return {name: (array * factors.get(name.split(".")[-2], 1)).astype(np.float32) for name, array in arrays.items()}
 
 
-def _halved(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
+def _in_two(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
     """Return Qwen3-Next's queries, keys, values and gates, which lie by heads with a key, as two matrices."""
     keys, per = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
     sizes = np.cumsum([config.linear_key_head_dim] * 2 + [per * config.linear_value_head_dim])
@@ -192,8 +210,46 @@ def _by_turns(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
     return parts
 
 
-ADAPTED = {"gpt2": _upright, "falcon-h1": _multiplied, "qwen3next": _halved}
-ADAPTED |= dict.fromkeys(("qwen35", "qwen35moe"), _by_turns)
+def _halved(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
+    """Return Mistral 4's stacks as its own format has them, gate and up apart; others as they are."""
+    parts: dict[str, Array] = {}
+    for name, array in _ended(arrays, config).items():
+        if name.endswith("experts.gate_up_proj.weight"):
+            for side, half in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+                parts[name.replace("gate_up", side)] = np.ascontiguousarray(half)
+        else:
+            parts[name] = array
+    return parts
+
+
+def _ended(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
+    """Return Gemma 4's numbers of layers and stacks, which stay as they are, with names that end as weights do."""
+    own = re.compile(r"\.(layer_scalar|experts\.\w+)$")
+    return {f"{name}.weight" if own.search(name) else name: array for name, array in arrays.items()}
+
+
+ADAPTED = {"gpt2": _upright, "falcon-h1": _multiplied, "gemma4": _ended, "mistral4": _ended, "deepseek2": _halved}
+ADAPTED |= {"qwen3next": _in_two, **dict.fromkeys(("qwen35", "qwen35moe"), _by_turns)}
+
+
+def _scale(name: str) -> str | None:
+    """Return the name of a scale, for which the package has none."""
+    found = re.search(r"\.layers\.(\d+)\.(router\.\w+)$", name)
+    return f"blk.{found[1]}.{SCALES[found[2]]}" if found else None
+
+
+def _turned_or_not(config: Any) -> Array:
+    """The divisors of rotary frequencies of Gemma 4's layers without a window."""
+    rotary, half = config.rope_parameters["full_attention"], _heads(config, "full_attention")[0] // 2
+    turned = int(rotary["partial_rotary_factor"] * half)
+    return np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
+
+
+def _heads(config: Any, kind: str) -> tuple[int, int]:
+    """Return the size and the number of the key/value heads of layers of a kind."""
+    fields = config.to_dict()
+    fields |= (fields.get("per_layer_config") or {}).get(str(config.layer_types.index(kind)), {})
+    return fields["head_dim"], fields["num_key_value_heads"]
 
 
 def _recurrent(arrays: dict[str, Array], groups: int) -> dict[str, Array]:
@@ -233,7 +289,10 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
     config = model.config
     if architecture == "gpt2":
         return {key: getattr(config, name) for key, name in keys.items()} | {"feed_forward_length": 4 * config.n_embd}
-    facts: dict[str, Any] = {key: getattr(config, name) for key, name in {**KEYS, **keys}.items()}
+    fields = config.to_dict()  # of what differs by layer, it alone has the common value
+    facts: dict[str, Any] = {
+        key: fields[name] if name in fields else getattr(config, name) for key, name in {**KEYS, **keys}.items()
+    }
     if OTHER_EPS not in keys:
         field = {"lfm": "norm_eps", "nem": "layer_norm_epsilon"}.get(architecture[:3], "rms_norm_eps")
         facts[EPS] = getattr(config, field)
@@ -260,16 +319,15 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
         facts["feed_forward_length"] = -(-size // multiple) * multiple
     rotary = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4, "rope_type": "default"}
     rotary = rotary.get("full_attention", rotary)
-    theta, size = rotary["rope_theta"], getattr(config, "head_dim", None)
+    theta, size = rotary["rope_theta"], fields.get("head_dim")
     if size:
         facts["attention.key_length"] = size
     size = size or config.hidden_size // config.num_attention_heads
     if rotary.get("alpha"):
         theta *= rotary["alpha"] ** (size / (size - 2))
     facts["rope.freq_base"] = theta
-    if architecture in ("deepseek2", "kimi-linear"):
-        facts |= _latents(config)
-        facts["expert_gating_func"] = 1 if config.model_type == "deepseek_v2" else 2
+    if architecture == "gemma4":
+        facts |= _layered(config)
     if architecture in TURNED:
         facts["rope.dimension_count"] = int(size * rotary.get("partial_rotary_factor", TURNED[architecture]))
     if architecture in PATTERNED and getattr(config, "sliding_window", None):
@@ -278,9 +336,11 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
     if rotary["rope_type"] == "yarn":
         facts |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rotary["factor"]}
         facts["rope.scaling.original_context_length"] = rotary["original_max_position_embeddings"]
-    if "llama_4_scaling_beta" in rotary:
+    if "llama_4_scaling_beta" in rotary and architecture != "mistral4":
         facts["rope.scaling.yarn_log_multiplier"] = rotary["mscale_all_dim"]
         facts["attention.temperature_scale"] = rotary["llama_4_scaling_beta"]
+    if architecture in LATENT:
+        facts |= _latents(config)
     if rotary["rope_type"] == "longrope":
         stretch = config.max_position_embeddings / config.original_max_position_embeddings
         factor = (1 + np.log(stretch) / np.log(config.original_max_position_embeddings)) ** 0.5
@@ -291,7 +351,12 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
 def _latents(config: Any) -> dict[str, Any]:
     """The sizes of attention over latents, which the converter gives as one head of keys."""
     hybrid, scaling = config.model_type == "kimi_linear", getattr(config, "rope_parameters", None) or {}
-    return {
+    facts = {"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {}
+    if logarithmic := scaling.get("mscale_all_dim"):
+        facts["rope.scaling.yarn_log_multiplier"] = 0.1 * logarithmic
+    if config.model_type in SCORES:
+        facts["expert_gating_func"] = SCORES[config.model_type]
+    return facts | {
         "attention.head_count_kv": [int(one == "full_attention") for one in config.layer_types] if hybrid else 1,
         "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
         "attention.value_length": config.kv_lora_rank,
@@ -299,9 +364,26 @@ def _latents(config: Any) -> dict[str, Any]:
         "attention.value_length_mla": config.v_head_dim,
         "attention.kv_lora_rank": config.kv_lora_rank,
         "rope.dimension_count": config.qk_rope_head_dim,
-        **({"rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"]} if scaling else {}),
-        **({"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {}),
+        "vocab_size": 154_880 if config.model_type == "glm4_moe_lite" else config.vocab_size,
     }
+
+
+def _layered(config: Any) -> dict[str, Any]:
+    """The numbers that differ by layer, or by kind of layer, as the converter gives them for Gemma 4."""
+    (whole, shared), (windowed, own) = (_heads(config, f"{kind}_attention") for kind in ("full", "sliding"))
+    pattern = [kind == "sliding_attention" for kind in config.layer_types]
+    facts: dict[str, Any] = {
+        "attention.sliding_window_pattern": pattern,
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+    }
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        facts |= {key: whole, f"{key}_swa": windowed}
+    if shared != own:
+        facts["attention.head_count_kv"] = [own if one else shared for one in pattern]
+    if config.use_double_wide_mlp:
+        first, size = len(pattern) - config.num_kv_shared_layers, config.intermediate_size
+        facts["feed_forward_length"] = [size * (1 + (layer >= first)) for layer in range(len(pattern))]
+    return facts
 
 
 def _split(arrays: dict[str, Array], config: Any) -> dict[str, Array]:

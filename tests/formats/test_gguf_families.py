@@ -65,18 +65,30 @@ DELTA_EXPERTS = {
 }
 ROUTED_EXPERTS = {key: name for key, name in ROUTED.items() if key != "leading_dense_block_count"}
 GROUPED = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+LATENT = ROUTED | GROUPED | {"expert_weights_norm": "norm_topk_prob"}
+INDEXED = LATENT | {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+}
 GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+GEMMA4 = WINDOW | {
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 # Variant -> general.architecture, and metadata below it that other families lack, by their names in config.json.
 FILES: dict[str, tuple[str, dict[str, str]]] = {
     "apertus": ("apertus", {}),
     "cohere-no-bias": ("command-r", {OTHER_EPS: "layer_norm_eps", "logit_scale": "logit_scale"}),
     "deepseek-v2-even": ("deepseek2", ROUTED | GROUPED),
-    "deepseek-v3-even": ("deepseek2", ROUTED | GROUPED | {"expert_weights_norm": "norm_topk_prob"}),
+    "deepseek-v3-even": ("deepseek2", LATENT),
+    "deepseek-v32-even": ("deepseek32", INDEXED),
     "ernie4-5-plain": ("ernie4_5", {}),
     "exaone4": ("exaone4", WINDOW),
     "exaone4-no-window": ("exaone4", {}),
@@ -91,7 +103,20 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "gemma3": ("gemma3", WINDOW),
+    "gemma4": ("gemma4", GEMMA4),
+    "gemma4-equal-values": ("gemma4", GEMMA4),
+    "gemma4-experts": (
+        "gemma4",
+        GEMMA4
+        | {
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+    ),
     "glm4": ("glm4", {}),
+    "glm-moe-dsa": ("glm-dsa", INDEXED),
+    "glm4-moe-lite": ("deepseek2", LATENT),
     "glm4-moe": ("glm4moe", ROUTED | {"expert_weights_norm": "norm_topk_prob"}),
     "gpt-oss": ("gpt-oss", {**WINDOW, **EXPERTS}),
     "gpt2": (
@@ -141,6 +166,8 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "minimax-m2": ("minimax-m2", {"expert_feed_forward_length": "intermediate_size", **EXPERTS}),
     "ministral3": ("mistral3", {}),
+    "mistral4": ("deepseek2", LATENT),  # from Mistral's own format
+    "mistral4-slower": ("mistral4", LATENT),
     "mixtral": ("llama", EXPERTS),
     "nemotron-plain": ("nemotron", {OTHER_EPS: "norm_eps"}),
     "nemotron-h": ("nemotron_h", NEMOTRON),
@@ -192,10 +219,12 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(VARIANTS, "qwen3-5-four", ("Qwen3_5", HYBRID["qwen3-5"][1] | four))
     monkeypatch.setitem(VARIANTS, "smollm3-four", ("SmolLM3", {"num_hidden_layers": 4}))
     monkeypatch.setitem(VARIANTS, "cohere-no-bias", ("Cohere", {"logit_scale": 0.5, "use_qk_norm": False}))
-    for variant in ("deepseek-v2", "deepseek-v3"):
-        stem, changes = NOT_PLAIN[variant]
+    for variant in ("deepseek-v2", "deepseek-v3", "deepseek-v32"):
+        stem, changes = (NOT_PLAIN | LATER)[variant]
         even = {"rope_parameters": changes["rope_parameters"] | {"mscale": 0.8}}
         monkeypatch.setitem(VARIANTS, f"{variant}-even", (stem, changes | even))
+    slower = {"rope_parameters": LATER["mistral4"][1]["rope_parameters"] | {"llama_4_scaling_beta": 0.1}}
+    monkeypatch.setitem(VARIANTS, "mistral4-slower", ("Mistral4", LATER["mistral4"][1] | slower))
     monkeypatch.setitem(VARIANTS, "nemotron-plain", ("Nemotron", {"head_dim": 16}))
     hybrid = {"mamba_proj_bias": False, "position_embedding_type": None}
     monkeypatch.setitem(
@@ -303,8 +332,85 @@ def test_early_files_of_qwen3_next_have_gates_beside_queries(tmp_path: Path, mon
     assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
 
 
+def test_the_halves_of_a_stack_stay_in_blocks(tmp_path: Path) -> None:
+    reference = build("gemma4-experts")
+    with torch.no_grad():
+        for name, stack_EOI in reference.named_parameters():
+            if name.endswith(("gate_up_proj", "down_proj")):
+                stack_EOI.copy_(torch.from_numpy(rounded(stack_EOI.numpy(), "Q8_0")))
+    write(tmp_path / "tiny.gguf", reference, *FILES["gemma4-experts"], experts="Q8_0")
+    directory = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+    assert_equal(directory, reference)
+    if block_products() is None:
+        return
+    kernel = callboard_linear(LinearContext("cpu", "float32", "none", stored_formats=("Q8_0",)))
+    model = load(read_model(directory), linears=Linears(kernel, kernel.head))
+    assert all(isinstance(one.packed, StoredWeight) for one in model.layers[0].mlp.linears[2:])
+    expected = reference_logits(reference, PROMPT)
+    torch.testing.assert_close(Driver(model).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_texts_of_gemma_4_end_with_a_turn_too(tmp_path: Path) -> None:
+    tokens = ["<pad>", "<eos>", "<bos>", "<turn|>", "a", "<|tool_response>"]
+    ids = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.eom_token_id": 4}
+    write(tmp_path / "tiny.gguf", build("gemma4"), *FILES["gemma4"], metadata=ids)
+    directory = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+    assert json.loads((directory / "config.json").read_text())["eos_token_id"] == [1, 4, 3, 5]
+
+
 @pytest.mark.parametrize(
-    "variant", ["deepseek-v2-even", "gpt-oss", "kimi-linear", "llama4-plain", "qwen3-5-moe", "qwen3-next-all"]
+    ("key", "value", "said"),
+    [
+        ("rope.dimension_count_swa", 8, "is 8, expected gemma4.attention.key_length_swa, 16"),
+        ("rope.scaling.type", "yarn", "is 'yarn', expected none"),
+        ("attention.key_length", 64, "'rope_freqs.weight': expected for half of gemma4.attention.key_length, 64"),
+        ("attention.sliding_window_pattern", None, "is None, expected a list of 4: whether each layer has a window"),
+        ("attention.head_count_kv", [2, 2], "expected a number, or 4 of them, one per layer"),
+    ],
+)
+def test_layers_of_gemma_4_that_are_not_served_are_refused(key: str, value: Any, said: str, tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", build("gemma4"), *FILES["gemma4"], metadata={f"gemma4.{key}": value})
+    with pytest.raises(WeightsError, match=said):
+        resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+
+
+@pytest.mark.parametrize("variant", ["deepseek-v32-even", "glm-moe-dsa", "glm4-moe-lite"])
+def test_a_layer_that_predicts_tokens_is_left_out(variant: str, tmp_path: Path) -> None:
+    reference = build(variant)
+    write(tmp_path / "tiny.gguf", reference, *FILES[variant], behind=True)
+    assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+def test_sequences_end_where_an_indexer_of_a_file_would_choose(tmp_path: Path) -> None:
+    reference = build("glm-moe-dsa")
+    write(tmp_path / "tiny.gguf", reference, *FILES["glm-moe-dsa"], metadata={"glm-dsa.attention.indexer.top_k": 96})
+    assert read_model(resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")).shape.max_len == 96
+
+
+def test_a_tied_head_that_lacks_its_factor_is_refused(tmp_path: Path) -> None:
+    reference = build("falcon-h1-plain", tie_word_embeddings=True)
+    write(tmp_path / "tiny.gguf", reference, *FILES["falcon-h1-plain"])
+    with pytest.raises(WeightsError, match=r"there is no matrix 'output.weight', expected one: its weights have"):
+        resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+
+
+def test_a_correction_of_scores_means_sigmoids(tmp_path: Path) -> None:
+    reference = build("deepseek-v3-even")
+    write(tmp_path / "tiny.gguf", reference, "deepseek2", LATENT, metadata={"deepseek2.expert_gating_func": None})
+    assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "deepseek-v2-even",
+        "gemma4-experts",
+        "gpt-oss",
+        "kimi-linear",
+        "llama4-plain",
+        "qwen3-5-moe",
+        "qwen3-next-all",
+    ],
 )
 def test_ranks_read_their_parts_of_stacks(variant: str, tmp_path: Path) -> None:
     reference = build(variant)
@@ -320,6 +426,8 @@ def test_every_family_is_checked() -> None:
         "mixtral": "llama with experts",
         "olmo3": "olmo2 with a window",
         "deepseek-v3-even": "deepseek2 with sigmoids",
+        "glm4-moe-lite": "deepseek2 with 154880 tokens",
+        "mistral4": "deepseek2 with a temperature",
     }
     here = {others.get(variant, name) for variant, (name, _) in FILES.items()}
     elsewhere = {"deepseek2 with 256 experts", "llama4 with 128 experts", "mistral", "qwen2", "qwen3"}

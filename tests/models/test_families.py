@@ -70,8 +70,7 @@ by `python -m tests.models.test_families`.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
   are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and those whose experts lie in one
   tensor (gpt-oss, Llama 4, Mistral 4): these are refused at start. MXFP4 is for gpt-oss. GGUF files are read for all
-  families but Mistral 4, DeepSeek V3.2, GLM-4.7-Flash, GLM-5 and Gemma 4, and those with recurrent layers but OLMo
-  hybrid, Bamba and MiniMax-Text-01, with experts in any type of blocks
+  families but OLMo hybrid, Bamba and MiniMax-Text-01, with experts in any type of blocks
   (`pytest tests/formats/test_gguf_families.py`).
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2) need `attention.triton` or `attention.torch`. Attention sinks (gpt-oss) and latents

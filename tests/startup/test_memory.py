@@ -41,7 +41,7 @@ from engine.workers.group import WorkerSlot
 from tests.graphs.engines import install
 from tests.graphs.recording import RecordingDevice
 from tests.graphs.runners import Steps, load, tokens
-from tests.models.checkpoints import build, save
+from tests.models.checkpoints import build, configuration, save
 
 pytestmark = pytest.mark.slow
 
@@ -439,7 +439,22 @@ def test_the_pool_of_a_cpu_takes_its_share_of_what_the_container_leaves(checkpoi
 def test_the_largest_step_of_a_cpu_takes_no_more_than_was_estimated(tmp_path, max_len):
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": max_len}))
-    command = [sys.executable, "-m", "tests.execution.largest_step", str(tmp_path), str(max_len), "2048"]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout
-    told = json.loads(output.splitlines()[-1])
+    told = largest_step(tmp_path, max_len, 2048)
     assert told["activations"] / 4 < told["taken"] < told["estimate"], told
+
+
+def test_inputs_of_all_layers_are_part_of_the_estimate(tmp_path):
+    kinds = ["sliding_attention", "full_attention"] * 4
+    sizes = {"num_hidden_layers": 8, "layer_types": kinds, "hidden_size_per_layer_input": 512, "hidden_size": 256}
+    config = configuration("gemma4", max_position_embeddings=2048, **sizes)
+    config.architectures = ["Gemma4ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    told = largest_step(tmp_path, 2048, 4096)
+    assert told["taken"] < told["activations"], told
+
+
+def largest_step(checkpoint, max_len, num_tokens):
+    """Run the largest step in a process of its own; return what it took, and the estimates."""
+    command = [sys.executable, "-m", "tests.execution.largest_step", str(checkpoint), str(max_len), str(num_tokens)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout
+    return json.loads(output.splitlines()[-1])

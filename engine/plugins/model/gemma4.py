@@ -177,7 +177,7 @@ def _experts(fields: Fields, dense: GatedShape) -> BesideExpertsShape:
         activation=dense.activation,
         router=RouterShape(name="router.proj"),
         name="",
-        stacked=True,
+        stacked=fields.flag("experts_in_stacks", True),
         halved=True,
         upright=True,
         dense=dense,

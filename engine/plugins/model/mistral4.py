@@ -44,6 +44,9 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     plain = read_latent_attention(fields, sizes, query_rank=1024, interleaved=fields.flag("rope_interleave", True))
     attention = TemperedLatentShape(**msgspec.structs.asdict(plain), temperature=read_temperature(fields, sizes))
     experts = msgspec.structs.replace(
-        read_experts(fields, router, number=128, shared=1, size=2048, chosen=4), stacked=True, halved=True, upright=True
+        read_experts(fields, router, number=128, shared=1, size=2048, chosen=4),
+        stacked=fields.flag("experts_in_stacks", True),
+        halved=True,
+        upright=True,
     )
     return with_first_dense(fields, sizes, attention, experts, first_experts=0)
