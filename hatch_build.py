@@ -10,7 +10,6 @@ import re
 import shlex
 import sys
 import tempfile
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ class KernelsHook(BuildHookInterface):
             return
         sys.path.insert(0, self.root)
         from engine.kernels.levels import LEVELS
-        from engine.kernels.sources import OPENMP, TILES, made, units
+        from engine.kernels.sources import OPENMP, every_unit, made
 
         machine = os.environ.get("CALLBOARD_MACHINE") or platform.machine()
         compiler = shlex.split(os.environ.get("CC") or "cc")
@@ -39,10 +38,9 @@ class KernelsHook(BuildHookInterface):
             raise ValueError(f"a wheel with kernels is made on Linux, not on {sys.platform}; build one without")
         if not levels:
             raise ValueError(f"there are no kernels for {machine}: CALLBOARD_MACHINE is one of x86_64, aarch64")
-        every = [*units(), *units(chain.from_iterable(TILES.values()))]
         self._made, glibc = tempfile.TemporaryDirectory(), OLDEST_GLIBC
         for level in levels:
-            library = made(compiler, (*level.flags, *OPENMP), every, limit_s=None)
+            library = made(compiler, (*level.flags, *OPENMP), every_unit(), limit_s=None)
             glibc = max([glibc, *(int(minor) for minor in SYMBOL.findall(library))])
             path = Path(self._made.name) / f"{level.name}.so"
             path.write_bytes(library)

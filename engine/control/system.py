@@ -270,7 +270,8 @@ class System:
 
         model, rounded = engine.model, engine.config.model.quantization
         stored = model.stored_formats or (model.dtype if rounded == "none" else rounded,)
-        with compiling(stored, for_cpu=runs_on_cpu(engine.config.device.kind)):
+        on_cpu = runs_on_cpu(engine.config.device.kind)
+        with compiling(stored, recurrent=bool(model.state_bytes), for_cpu=on_cpu):
             from engine.startup.loading import load_runner  # torch is needed from here on
 
             self.stages.begin("kernels")

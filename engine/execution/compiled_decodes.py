@@ -79,6 +79,9 @@ class CompiledDecodes:
         self._windows, self._widest = attention.windows, attention.widest
         self._attention = attention.another()
         self.describe()
+        if any(one.recurrent or one.attention_gate.O for one in self._layers.layers):
+            of_parts = library.functions_of("recurrent.c")
+            library.give_recurrences(ctypes.byref(ctypes.c_char.in_dll(of_parts, "RECURRENCES")))
         self._logits_BV = torch.empty((1, self._stack.head.O))
 
     def describe(self) -> None:

@@ -60,9 +60,11 @@ class BlockProducts:
     def __init__(self, library: KernelLibrary) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._library, self._given = library, set[str]()
-        library.give_block_tiles.argtypes, library.give_block_tiles.restype = [size, pointer], None
-        self.product = product_of(library, "blocks_product")
-        self.bytes_of, self.pack, self.rows = library.blocks_bytes, library.blocks_pack, library.blocks_rows
+        of_blocks = library.functions_of("blocks.c")
+        self._give = of_blocks.give_block_tiles
+        self._give.argtypes, self._give.restype = [size, pointer], None
+        self.product = product_of(of_blocks, "blocks_product")
+        self.bytes_of, self.pack, self.rows = of_blocks.blocks_bytes, of_blocks.blocks_pack, of_blocks.blocks_rows
         self.bytes_of.argtypes, self.bytes_of.restype = [size] * 3, size
         self.pack.argtypes, self.pack.restype = [size] * 3 + [pointer] * 2 + [size], size
         self.rows.argtypes, self.rows.restype = [pointer] * 3 + [size], None
@@ -71,7 +73,7 @@ class BlockProducts:
         """Compile the tiles of these formats, at once, unless there are some.  Raises PluginError."""
         tables = [one for one in tables_of(formats) if one not in self._given]
         for table, address in zip(tables, self._library.tiles(tables) if tables else (), strict=True):
-            self._library.give_block_tiles(TILES["blocks.c"].index(table), address)
+            self._give(TILES["blocks.c"].index(table), address)
         self._given.update(tables)
 
 

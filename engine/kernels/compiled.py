@@ -37,7 +37,7 @@ def compiled() -> KernelLibrary | None:
         else:
             log.info("kernels: torch (there is no C compiler; with one a small model's steps are shorter)")
         return None
-    names = ", ".join(sources.SOURCES)
+    names = ", ".join(name for name, _ in sources.units())
     try:
         library = Making.for_levels(compiler, levels).library()
     except (OSError, subprocess.SubprocessError) as error:

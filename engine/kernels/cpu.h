@@ -69,6 +69,13 @@ void ssd(const Rows *rows, const float *xkq_TC, const float *sizes_TH, int64_t s
 void gate_norm(const float *o_TI, const float *z_TI, int64_t z_step, const float *weight, int64_t weight_step,
                float *out_TI, int64_t T, int64_t I, int64_t N, float eps, int64_t gated_first,
                int64_t is_sigmoid, int64_t threads);
+/* These four, for decodes.c: few models need them, so they may be in another library. */
+typedef struct {
+    __typeof__(convolve) *convolve;
+    __typeof__(delta) *delta;
+    __typeof__(ssd) *ssd;
+    __typeof__(gate_norm) *gate_norm;
+} Recurrences;
 
 /* draw.c */
 void likeliest(const float *logits_nN, int64_t *token_ids_n, int64_t n, int64_t N, int64_t threads);

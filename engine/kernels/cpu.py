@@ -9,11 +9,13 @@ replace seventeen operations of a layer by two calls of a few microseconds.
 """
 
 import ctypes
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from engine.kernels.compiled import compiled
+from engine.kernels.library import KernelLibrary
 from engine.kernels.recurrent import CompiledRecurrences
 from engine.layers.mlp import activated_by_rows, gated
 from engine.layers.recurrences import Recurrences
@@ -24,8 +26,8 @@ class CPUKernels:
 
     on_cpu = True
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.recurrences: Recurrences | None = CompiledRecurrences(library)
+    def __init__(self, library: KernelLibrary) -> None:
+        self._library = library
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._add_norm, self._rotate_and_store = library.add_norm, library.rotate_and_store
         self._add_norm.argtypes = [pointer] * 4 + [size] * 2 + [ctypes.c_float, size]
@@ -43,6 +45,11 @@ class CPUKernels:
         self._weigh, self._log_sums = library.weigh_rows, library.log_sums
         self._weigh.argtypes, self._log_sums.argtypes = [pointer] * 5 + [size] * 4, [pointer] * 3 + [size] * 3
         self._weigh.restype = self._log_sums.restype = None
+
+    @cached_property
+    def recurrences(self) -> Recurrences | None:
+        """The kernels of recurrent layers and gates, compiled when a layer asks for them.  Raises PluginError."""
+        return CompiledRecurrences(self._library.functions_of("recurrent.c"))
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add ``update_TD`` in place, if it is given, and return the norm of the sum."""

@@ -16,6 +16,11 @@
 
 enum { CONVOLUTION, DELTA, SSD };
 
+static const Recurrences *recur; /* of recurrent parts and gates of attention */
+
+/* Models that have these are computed with these functions from now on. */
+void give_recurrences(const Recurrences *from) { recur = from; }
+
 /* A recurrent part, between the products of its layer.  Pointers are as in ``cpu.h``, for all rows of the engine: a
    row's slot has its number.  most: also the least step size of Mamba 2.  norm_step: numbers of ``norm`` for a group of
    ``of_group``. */
@@ -95,24 +100,24 @@ static void advance_rows(const Layer *layer, const int64_t *rows_B, int64_t B, c
         float *channels = in->channels_BC;
         for (int64_t b = 0; b < B; b++)
             for (int64_t c = 0; c < C; c++) channels[b * C + c] = x[b * O + c] * x[b * O + 2 * C + c];
-        convolve(&rows, channels, C, is->taps_KC, is->bias_C, is->windows_NKC, is->slot_step, in->mixed_BF, C,
-                 is->taps, 0);
+        recur->convolve(&rows, channels, C, is->taps_KC, is->bias_C, is->windows_NKC, is->slot_step, in->mixed_BF, C,
+                        is->taps, 0);
         for (int64_t b = 0; b < B; b++)
             for (int64_t c = 0; c < C; c++) in->mixed_BF[b * C + c] *= x[b * O + C + c];
         return;
     }
     int is_delta = is->kind == DELTA;
     const float *z = is_delta ? x + C : x, *sizes = x + C + F;
-    convolve(&rows, is_delta ? x : x + F, O, is->taps_KC, is->bias_C, is->windows_NKC, is->slot_step, in->channels_BC, C,
-             is->taps, 1);
+    recur->convolve(&rows, is_delta ? x : x + F, O, is->taps_KC, is->bias_C, is->windows_NKC, is->slot_step,
+                    in->channels_BC, C, is->taps, 1);
     if (is_delta)
-        delta(&rows, in->channels_BC, sizes + is->H, O, sizes, O, is->decay_H, is->bias_H, is->most, in->gates_BH2, NULL,
-              is->matrices_NHKU, is->slot_step, in->mixed_BF, is->G, is->H, is->K, is->U);
+        recur->delta(&rows, in->channels_BC, sizes + is->H, O, sizes, O, is->decay_H, is->bias_H, is->most,
+                     in->gates_BH2, NULL, is->matrices_NHKU, is->slot_step, in->mixed_BF, is->G, is->H, is->K, is->U);
     else
-        ssd(&rows, in->channels_BC, sizes, O, is->decay_H, is->bias_H, is->skip_H, is->most, in->gates_BH2,
-            is->matrices_NHKU, is->slot_step, in->mixed_BF, is->G, is->H, is->K, is->U);
-    gate_norm(in->mixed_BF, z, O, is->norm, is->norm_step, in->mixed_BF, B, F, is->of_group, is->eps, is->gated_first, 0,
-              threads);
+        recur->ssd(&rows, in->channels_BC, sizes, O, is->decay_H, is->bias_H, is->skip_H, is->most, in->gates_BH2,
+                   is->matrices_NHKU, is->slot_step, in->mixed_BF, is->G, is->H, is->K, is->U);
+    recur->gate_norm(in->mixed_BF, z, O, is->norm, is->norm_step, in->mixed_BF, B, F, is->of_group, is->eps,
+                     is->gated_first, 0, threads);
 }
 
 /* Computes one layer, from normed_BD to update_BD, and adds the update of its first half to x_BD on the way. */
@@ -127,7 +132,7 @@ static int64_t run(const Decoder *is, const Layer *layer, const Attention *rows,
     if (layer->attention_gate.O) {
         if (multiply(&layer->attention_gate, in->normed_BD, D, layer->gate_bias, in->inner_BO, B, threads))
             return NO_MEMORY;
-        gate_norm(in->mixed_BF, in->inner_BO, F, NULL, 0, in->mixed_BF, B, F, F, 0, 0, 1, threads);
+        recur->gate_norm(in->mixed_BF, in->inner_BO, F, NULL, 0, in->mixed_BF, B, F, F, 0, 0, 1, threads);
     }
     if (multiply(&layer->outer, in->mixed_BF, F, layer->outer_bias, in->update_BD, B, threads)) return NO_MEMORY;
     scale(in->update_BD, B * D, layer->mixed_scale);

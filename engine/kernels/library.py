@@ -38,14 +38,23 @@ class KernelLibrary(ctypes.CDLL):
         """Return the addresses of these tables of ``sources.TILES``, compiled if no earlier start did.
 
         Raises PluginError."""
+        of = self._with(tables)
+        return [ctypes.addressof(ctypes.c_char.in_dll(of, table)) for table in tables]
+
+    def functions_of(self, source: str) -> ctypes.CDLL:
+        """Return the library of a source of ``sources.LATER``, compiled if no start did before.  Raises PluginError."""
+        if (of := self._with([source])) is not self:
+            of.give_loops(*(ctypes.cast(loop, ctypes.c_void_p) for loop in (self.share, self.worth)))
+        return of
+
+    def _with(self, parts: Sequence[str]) -> "KernelLibrary":
         try:
-            of = self if self.making is None else self.making.library(tables)
+            return self if self.making is None else self.making.library(parts)
         except (OSError, subprocess.SubprocessError) as error:
             raise PluginError(
-                f"plugins.linear: {', '.join(tables)} cannot be compiled, as other kernels could ({error}); repair the "
-                "compiler, or set CALLBOARD_KERNELS=torch"
+                f"{', '.join(parts)} cannot be compiled, as other kernels could ({error}); repair the compiler, or set "
+                "CALLBOARD_KERNELS=torch"
             ) from error
-        return [ctypes.addressof(ctypes.c_char.in_dll(of, table)) for table in tables]
 
 
 class Making:
@@ -59,21 +68,21 @@ class Making:
         """Return the ways for these levels, with threads and without."""
         return cls(compiler, [(*level.flags, *threads) for level, threads in product(levels, THREADS)])
 
-    def library(self, tables: Sequence[str] = ()) -> KernelLibrary:
-        """Return the library of these tables, or without any that of all else, from an earlier start if possible.
+    def library(self, parts: Sequence[str] = ()) -> KernelLibrary:
+        """Return the library of these parts, or without any that of all else, from an earlier start if possible.
 
         Raises OSError, SubprocessError."""
-        folder, kinds = writable_folder("kernels"), [self._kind(way, tables) for way in self._ways]
+        folder, kinds = writable_folder("kernels"), [self._kind(way, parts) for way in self._ways]
         places = [one for one in {cache_folder("kernels"), folder} if one is not None]
         for way, kind in zip(self._ways, kinds, strict=True):
             for place in places:  # a folder that cannot be written may have it as well
                 if (library := _kept(place, kind)) is not None:
                     return self._with_way(library, way)
-        names = ", ".join(tables or sources.SOURCES)
+        names = ", ".join(parts or (name for name, _ in sources.units()))
         log.info("kernels: compiling %s, once on this machine", names)
         for way, kind in zip(self._ways, kinds, strict=True):
             try:
-                content = sources.made(self._compiler, way, sources.units(tables))
+                content = sources.made(self._compiler, way, sources.units(parts))
                 return self._with_way(_loaded(content, folder, kind), way)
             except (OSError, subprocess.CalledProcessError) as error:
                 if way is self._ways[-1]:
@@ -83,33 +92,35 @@ class Making:
                 )
         raise AssertionError("the last way returns or raises")
 
-    def keep(self, tables: Sequence[str] = ()) -> None:
+    def keep(self, parts: Sequence[str] = ()) -> None:
         """Compile the best way what ``library`` will find, unless an earlier start kept one of any way: the best may be
         one that does not work here.  It is not loaded, which needs torch's OpenMP.
 
         Raises OSError, SubprocessError."""
-        folder, kinds = writable_folder("kernels"), [self._kind(way, tables) for way in self._ways]
+        folder, kinds = writable_folder("kernels"), [self._kind(way, parts) for way in self._ways]
         places = [one for one in {cache_folder("kernels"), folder} if one is not None]
         if folder is None or any(any(place.glob(f"{kind}-*.so")) for place in places for kind in kinds):
             return
-        _keep(sources.made(self._compiler, self._ways[0], sources.units(tables)), folder, kinds[0])
+        _keep(sources.made(self._compiler, self._ways[0], sources.units(parts)), folder, kinds[0])
 
     def _with_way(self, library: KernelLibrary, way: Sequence[str]) -> KernelLibrary:
         library.making = Making(self._compiler, [way])
         return library
 
-    def _kind(self, way: Sequence[str], tables: Sequence[str]) -> str:
-        given = (sources.FLAGS, sources.SOURCES, tuple(way), tuple(tables), self._compiler)
+    def _kind(self, way: Sequence[str], parts: Sequence[str]) -> str:
+        given = (sources.FLAGS, sources.SOURCES, tuple(way), tuple(parts), self._compiler)
         return _digest(repr((sources.texts(), given, platform.machine(), platform.system())).encode())
 
 
 @contextmanager
-def compiling(stored: Sequence[str], *, for_cpu: bool) -> Iterator[None]:
+def compiling(stored: Sequence[str], *, recurrent: bool, for_cpu: bool) -> Iterator[None]:
     """Compile what a model on a CPU needs while the body runs, if no earlier start did.  Problems are left to the later
-    caller.  stored: how its weights are stored, of ``sources.TABLES`` or other ways."""
+    caller.
+
+    stored: how its weights are stored, of ``sources.TABLES`` or other ways.  recurrent: whether it has such layers."""
     compiler = c_compiler() if for_cpu and not BUILT.is_dir() else []
-    parts = [(), sources.tables_of(stored)] if compiler else []
-    threads = [Thread(target=_compile, args=(compiler, part), daemon=True) for part in dict.fromkeys(parts)]
+    parts = [(), *sources.parts_of(stored, recurrent=recurrent)] if compiler else []
+    threads = [Thread(target=_compile, args=(compiler, part), daemon=True) for part in parts]
     for one in threads:
         one.start()
     try:
@@ -119,10 +130,10 @@ def compiling(stored: Sequence[str], *, for_cpu: bool) -> Iterator[None]:
             one.join()
 
 
-def _compile(compiler: list[str], tables: Sequence[str]) -> None:
+def _compile(compiler: list[str], parts: Sequence[str]) -> None:
     with suppress(OSError, subprocess.SubprocessError):
         making = Making.for_levels(compiler, levels_here(os.environ.get("ATEN_CPU_CAPABILITY", "").upper()))
-        making.keep(tables)
+        making.keep(parts)
 
 
 def _kept(folder: Path, kind: str) -> KernelLibrary | None:

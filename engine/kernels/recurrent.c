@@ -308,3 +308,5 @@ void gate_norm(const float *o_TI, const float *z_TI, int64_t z_step, const float
     GatedNorm is = {o_TI, z_TI, weight, out_TI, z_step, weight_step, T, I, N, gated_first, is_sigmoid, eps};
     share(worth(threads, T * I), ITEMS(T, ROWS_AT_ONCE(I)), gate_norm_of, &is);
 }
+
+const Recurrences RECURRENCES = {convolve, delta, ssd, gate_norm};

@@ -25,6 +25,8 @@ SOURCES = {
     "decodes.c": (),
     "draw.c": ("-ffp-contract=off",),
 }
+# Sources that few models need: each is in a library of its own, with UNIT 1 of team.c for its loops.
+LATER = ("blocks.c", "recurrent.c")
 # The tables of tiles, of which a weight needs those of its kind: UNIT 1 and above of a source, in this order.
 TILES = {
     "products.c": ("half_tiles", "upper_tiles", "pair_tiles", "byte_tiles"),
@@ -58,10 +60,25 @@ def tables_of(stored: Iterable[str]) -> tuple[str, ...]:
     return tuple(table for of in TILES.values() for table in of if table in wanted)
 
 
-def units(tables: Sequence[str] = ()) -> list[Unit]:
-    """Return the units with these tables of tiles; without any, those with all that is no such table."""
-    numbers = {table: (name, n) for name, of in TILES.items() for n, table in enumerate(of, 1)}
-    return [numbers[table] for table in tables] or [(name, 0) for name in SOURCES]
+def parts_of(stored: Iterable[str], *, recurrent: bool) -> list[tuple[str, ...]]:
+    """Return what a model needs beside the first library: the parts of each library that is asked for when it loads.
+
+    stored: how its weights are stored.  recurrent: whether it has recurrent layers."""
+    tables = tables_of(stored)
+    wanted = {tables: tables, ("blocks.c",): {*tables} & {*TILES["blocks.c"]}, ("recurrent.c",): recurrent}
+    return [parts for parts, needed in wanted.items() if needed]
+
+
+def units(parts: Sequence[str] = ()) -> list[Unit]:
+    """Return the units of these tables of tiles and sources of LATER; without any, those of all that is neither."""
+    of_part: dict[str, list[Unit]] = {name: [("team.c", 1), (name, 0)] for name in LATER}
+    of_part |= {table: [(name, n)] for name, of in TILES.items() for n, table in enumerate(of, 1)}
+    return [unit for part in parts for unit in of_part[part]] or [(name, 0) for name in SOURCES if name not in LATER]
+
+
+def every_unit() -> list[Unit]:
+    """Return the units of a library that has everything."""
+    return [*((name, 0) for name in SOURCES), *units([table for of in TILES.values() for table in of])]
 
 
 def made(

@@ -8,6 +8,20 @@
 
 #include "cpu.h"
 
+#if defined(UNIT) && UNIT == 1
+/* For a library without threads of its own: the loops are those of the library that has them, since a step's threads
+   are known there alone. */
+static void (*given_share)(int64_t threads, int64_t count, Item run, const void *of);
+static int64_t (*given_worth)(int64_t threads, int64_t numbers);
+
+void share(int64_t threads, int64_t count, Item run, const void *of) { given_share(threads, count, run, of); }
+int64_t worth(int64_t threads, int64_t numbers) { return given_worth(threads, numbers); }
+
+/* Loops are shared by these functions from now on; called before any other function of the library. */
+void give_loops(void (*share_of)(int64_t, int64_t, Item, const void *), int64_t (*worth_of)(int64_t, int64_t)) {
+    given_share = share_of, given_worth = worth_of;
+}
+#else
 #define WORTH 32768          /* numbers of a loop below which waking threads takes longer than they save */
 #define WORTH_TOGETHER 8192  /* the same if they are awake */
 #define CLOSED 0xffffffffu   /* in place of an item's number, while the leader changes loops */
@@ -109,3 +123,4 @@ void share(int64_t threads, int64_t count, Item run, const void *of) {
 
 /* Returns so many threads if that many numbers are worth waking them, else 1. */
 int64_t worth(int64_t threads, int64_t numbers) { return numbers > (team ? WORTH_TOGETHER : WORTH) ? threads : 1; }
+#endif

@@ -17,11 +17,14 @@ from engine.layers.recurrences import Recurrences
 class LayerKernels(Protocol):
     """Kernels for tensors of one device; a layer that gets None instead computes the same in torch.
 
-    on_cpu: whether they are a CPU's, which also turn a part of each head, or none, and gate what attention gives.
-    recurrences: those of recurrent layers; None for torch."""
+    on_cpu: whether they are a CPU's, which also turn a part of each head, or none, and gate what attention gives."""
 
     on_cpu: bool
-    recurrences: Recurrences | None
+
+    @property
+    def recurrences(self) -> Recurrences | None:
+        """The kernels of recurrent layers; None for torch."""
+        ...
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add ``update_TD`` in place and return the norm of the sum.  None, which adds nothing, is for CPUs alone, and

@@ -59,7 +59,7 @@ def test_a_way_that_the_model_does_not_allow_is_left_out(capsys: pytest.CaptureF
 
 
 def test_the_command_fails_where_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answers(config: Config, way: Way, requests: Sequence[Request]) -> list[Completion]:
+    def answers(config: Config, way: Way, requests: Sequence[Request], limit_s: float) -> list[Completion]:
         assert config.model.numerics == "invariant"
         tokens = [1, 2] if way.alone else [1, 3]
         return [
@@ -72,9 +72,18 @@ def test_the_command_fails_where_bits_differ(monkeypatch: pytest.MonkeyPatch) ->
         verify_numerics(BASE, [BY_NAME["alone"], BY_NAME["together"]], number=1)
 
 
-def test_requests_are_of_every_kind() -> None:
-    params = [one for _, one in mixed_requests(200)]
-    prompts = [prompt for prompt, _ in mixed_requests(200)]
+def test_a_model_that_takes_its_time_gets_fewer_requests(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "FIRST_WAY_S", 0.0)
+    verify_numerics(BASE, [BY_NAME["alone"], BY_NAME["together"]])
+    assert "10 requests have the same bits in each of 2 ways." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [verify.LEAST_REQUESTS, verify.MOST_REQUESTS])
+def test_requests_are_of_every_kind(number: int) -> None:
+    params = [one for _, one in mixed_requests(number)]
+    prompts = [prompt for prompt, _ in mixed_requests(number)]
     assert len(set(prompts)) < len(prompts)
     assert {one.temperature for one in params} == {0.0, 0.8}
     assert any(one.grammar for one in params)

@@ -23,7 +23,7 @@ from engine.settings.own_kernels import VARIABLE, c_compiler, kernels_here
 
 CPU = torch.device("cpu")
 EPS = 1e-6
-FEW = ("team.c", "cpu.c", "recurrent.c", "draw.c")  # what ``CPUKernels`` calls; all sources take a minute
+FEW = ("team.c", "cpu.c", "draw.c")  # what ``CPUKernels`` calls; all sources take a minute
 QUICK = ("-O1", *sources.FLAGS[1:])
 
 pytestmark = pytest.mark.skipif(not c_compiler(), reason="there is no C compiler")
@@ -314,9 +314,7 @@ def test_torch_does_the_work_where_there_is_no_compiler_and_where_it_fails(monke
     monkeypatch.setenv("CC", "false")
     compiled.cache_clear()
     assert cpu_kernels() is None
-    assert (
-        "cannot compile team.c, cpu.c, attention.c, products.c, blocks.c, recurrent.c, decodes.c, draw.c" in caplog.text
-    )
+    assert "cannot compile team.c, cpu.c, attention.c, products.c, decodes.c, draw.c" in caplog.text
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setenv(VARIABLE, "torch")
     compiled.cache_clear()

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -85,8 +84,8 @@ def compile_for(level: str) -> None:
     compiled.levels_here = lambda capability: [chosen]
     sources.SOURCES = {name: (*flags, *FLAGS, "-DWITH_ALL_TILES") for name, flags in sources.SOURCES.items()}
     # One library with all tiles, as a wheel's: the seconds are for calls.
-    every = [*sources.units(), *sources.units(list(chain.from_iterable(sources.TILES.values())))]
-    sources.units = lambda tables=(): every
+    every = sources.every_unit()
+    sources.units = lambda parts=(): every
     Making._with_way = lambda self, library, way: library
     # A panel that ends with its memory: a read behind it is seen.
     panels.ALIGNMENT = 1

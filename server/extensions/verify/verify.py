@@ -5,6 +5,7 @@ Owns: the requests, the ways, the digest.  Does not know: why bits could differ.
 
 import argparse
 import hashlib
+import math
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from engine.config import Config, build_config
@@ -24,7 +26,9 @@ from engine.llm import LLM, Completion
 from engine.types.errors import CallboardError, ConfigError
 from engine.types.params import Grammar, SamplingParams
 
-NUM_REQUESTS = 200
+MOST_REQUESTS = 200
+LEAST_REQUESTS = 10  # the first so many have every kind of request, and fill FEW_PAGES
+FIRST_WAY_S = 8.0  # all ways together take about ten times as long
 NUM_TOKENS = 40
 PAGE_TOKENS = 16
 MAX_LEN = 512
@@ -97,14 +101,20 @@ def digest(completions: Sequence[Completion]) -> str:
     return found.hexdigest()
 
 
-def run(config: Config, way: Way, requests: Sequence[Request]) -> list[Completion]:
-    """Returns what the requests get in this way."""
+def run(config: Config, way: Way, requests: Sequence[Request], limit_s: float = math.inf) -> list[Completion]:
+    """Returns what the requests get in this way.  limit_s: from then on no further one is begun, if they run alone and
+    as many as are needed have ended."""
     base = build_config(config, {"kv": {"page_size": PAGE_TOKENS}, "model": {"max_model_len": MAX_LEN}})
     prompts, params = [prompt for prompt, _ in requests], [one for _, one in requests]
     with LLM(config=build_config(base, way.tables), progress=False) as llm, Killer(way.kills):
         for _ in range(way.again):
             if way.alone:
-                found = [llm.generate(prompt, one)[0] for prompt, one in requests]
+                began = time.perf_counter()
+                found = list[Completion]()
+                for prompt, one in requests:
+                    if len(found) >= LEAST_REQUESTS and time.perf_counter() - began > limit_s:
+                        break
+                    found += llm.generate(prompt, one)
             else:
                 found = llm.generate(prompts, params)
     return found
@@ -149,26 +159,38 @@ def _executors() -> set[int]:
 
 def verify(parsed: argparse.Namespace, config: Config) -> None:
     """Run the command, of which numerics are the only subject."""
-    verify_numerics(config, WAYS)
+    verify_numerics(config, WAYS, number=parsed.requests)
 
 
-def verify_numerics(config: Config, ways: Sequence[Way], number: int = NUM_REQUESTS) -> None:
-    """Print a table of digests; raise CallboardError if they are not all the same."""
+def verify_numerics(config: Config, ways: Sequence[Way], number: int | None = None) -> None:
+    """Print a table of digests; raise CallboardError if they are not all the same.
+
+    number: of requests; None for as many as the first way has time for."""
     config = build_config(config, {"model": {"numerics": "invariant"}})
     table = Table("requests", "seconds", "SHA-256 of tokens and log probabilities begins")
-    digests = {}
-    requests = mixed_requests(number)
-    for way in ways:
-        start = time.perf_counter()
-        try:
-            digests[way.name] = digest(run(config, way, requests))
-        except ConfigError as error:
-            if not way.if_possible:
-                raise
-            table.add_row(f"{number} {way.name}", "", f"left out: {error}")
-            continue
-        table.add_row(f"{number} {way.name}", f"{time.perf_counter() - start:.1f}", digests[way.name][:24])
-    Console().print(table)
+    digests: dict[str, str] = {}
+    requests, limit_s = mixed_requests(number or MOST_REQUESTS), math.inf if number else FIRST_WAY_S
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(ways))
+        for way in ways:
+            progress.update(task, description=way.name)
+            start = time.perf_counter()
+            try:
+                found = run(config, way, requests, limit_s)
+            except ConfigError as error:
+                if not way.if_possible:
+                    raise
+                table.add_row(f"{len(requests)} {way.name}", "", f"left out: {error}")
+            else:
+                requests, limit_s = requests[: len(found)], math.inf
+                digests[way.name] = digest(found)
+                seconds = f"{time.perf_counter() - start:.1f}"
+                table.add_row(f"{len(requests)} {way.name}", seconds, digests[way.name][:24])
+            progress.advance(task)
+    console = Console()
+    console.print(table)
     expected = digests[ways[0].name]
     if differing := [name for name, one in digests.items() if one != expected]:
         raise CallboardError(f"other bits than {ways[0].name}: {'; '.join(differing)}")
+    console.print(f"{len(requests)} requests have the same bits in each of {len(digests)} ways.")
