@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
+from engine.execution.launched_step import LaunchedStep
+from engine.execution.runner import ModelRunner
+from engine.messages import Step
 from engine.types.errors import ConfigError
 from server.extensions.verify.verify import WAYS as VERIFIED
 from server.extensions.verify.verify import verify_numerics
@@ -22,6 +26,7 @@ KINDS = ("lfm2", "qwen3-5", "granite4-hybrid-experts", "falcon-h1", "nemotron-h"
 LATER = ("kimi-linear", "minimax", "olmo-hybrid")
 LENGTHS = (1, 2, 15, 16, 17, 40, 75, 90)
 OUTPUT_LEN = 64
+STEP_S = 0.01  # so that a fast machine has not done all steps before a change
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
 
 
@@ -100,7 +105,16 @@ def test_several_outputs_of_one_prompt_have_states_of_their_own(
         assert [one.token_ids for one in several] == [expected[-1]] * 3
 
 
-async def test_streams_go_on_with_their_states_through_sleep_and_a_change_of_settings(tmp_path: Path) -> None:
+async def test_streams_go_on_with_their_states_through_sleep_and_a_change_of_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = ModelRunner.launch
+
+    def no_faster(self: ModelRunner, step: Step) -> LaunchedStep:
+        time.sleep(STEP_S)
+        return launch(self, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", no_faster)
     model = build("qwen3-5")
     tables = {"model": {"path": str(save(model, tmp_path)), "tokenizer": "none"}, "device": {"kind": "cpu"}}
     # One after another, so that they last: a busy machine sees few of their steps.
