@@ -73,7 +73,9 @@ def test_tokens_are_those_without_and_guesses_those_of_the_definition(
     as_defined(guesses, reference)
 
 
-@pytest.mark.parametrize("variant", [QUICK, pytest.param("glm4-moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "variant", [QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in ("glm4-moe", "glm-moe-dsa"))]
+)
 def test_the_layer_of_a_gguf_file_guesses_the_same(
     variant: str, tmp_path: Path, guesses: list[Guess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
