@@ -13,7 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SECTIONS = [
     *("experts", "four_bits", "four_bit_linears", "kernels", "dependent_launch", "kernel_sampler", "recurrences"),
-    *("attention_triton", "attention_triton_speed", "attention_triton_prompts"),
+    *(
+        "attention_triton",
+        "attention_triton_speed",
+        "attention_triton_prompts",
+        "attention_shared",
+        "attention_latents",
+    ),
+    "eight_bits",
 ]
 
 pytestmark = [
@@ -95,3 +102,16 @@ def test_top_p_alone_is_a_case_of_its_own_and_what_one_such_row_costs_all_others
     cases = sections["kernel_sampler"]
     for case in ("top_p 0.95 alone", "top_p 0.95 alone, flat logits", "captured, one row of top_p 0.95 alone"):
         assert cases[f"{case}, 2 rows"]["ok"]
+
+
+def test_ways_of_decoding_are_compared_on_a_cpu(tmp_path):
+    """Drafts, float8 and adapters, by engines; none of it needs triton."""
+    output = tmp_path / "rows.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--output", str(output)]
+    command += ["--sections", "drafts", "float8_model", "adapted"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(output.read_text())["sections"]
+    assert {name: len(found) for name, found in rows.items()} == {"drafts": 4, "float8_model": 4, "adapted": 4}
+    assert all(row["tokens_per_s"] > 0 for found in rows.values() for row in found)

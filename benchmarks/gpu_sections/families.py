@@ -28,7 +28,7 @@ def section(device: torch.device, names: tuple[str, ...] = ()) -> Iterator[Row]:
     """A row per checkpoint and mode of graphs, as it ends.  names: only these."""
     found = sorted(path.parent for path in FOLDER.glob(f"*/{ANSWERS}") if not names or path.parent.name in names)
     if not found:
-        yield skipped(f"{FOLDER} has no checkpoints: python -m tests.models.answers {FOLDER.relative_to(Path.cwd())}")
+        yield skipped(f"no checkpoints there; python -m tests.models.answers {FOLDER} writes them")
         return
     workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
     with ThreadPoolExecutor(workers) as pool:

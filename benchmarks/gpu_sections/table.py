@@ -54,8 +54,8 @@ SECTIONS: Mapping[str, Section] = {
     "attention_triton_tuning": Section(
         "gpu_sections.attention_triton_speed:tuning", {"batches": (1,), "contexts": (1024,)}
     ),
-    "attention_shared": Section("gpu_sections.attention_shapes:shared", {"sizes": ((16, 96, 16),)}),
-    "attention_latents": Section("gpu_sections.attention_shapes:latents", {"sizes": ((16, 2, 48),)}),
+    "attention_shared": Section("gpu_sections.attention_shapes:shared", {"sizes": ((2, 32, 16),)}),
+    "attention_latents": Section("gpu_sections.attention_shapes:latents", {"sizes": ((16, 1, 32),)}),
     "flashinfer": Section("gpu_sections.attention_libraries:flashinfer", LIBRARY),
     # Its kernels for these pages are compiled at their first use.
     "flashinfer_fp8": Section("gpu_sections.attention_libraries:flashinfer_fp8", LIBRARY, limit_s=LONGEST_S),
@@ -72,7 +72,7 @@ SECTIONS: Mapping[str, Section] = {
         "gpu_sections.experts:four_bits", {"num_experts": 8, "hidden_size": 96, "expert_size": 64, "batches": (1, 9)}
     ),
     "eight_bits": Section(
-        "gpu_sections.experts:eight_bits", {"num_experts": 8, "hidden_size": 128, "expert_size": 128, "batches": (1, 9)}
+        "gpu_sections.experts:eight_bits", {"num_experts": 8, "hidden_size": 128, "expert_size": 128, "batches": (1,)}
     ),
     "four_bit_linears": Section(
         "gpu_sections.four_bit_linears:section",
