@@ -47,7 +47,8 @@ LINK = "model.gguf"
 SUFFIX = ".gguf"
 TABLE = "gguf_tensors.json"
 GLM_TOKENS = 154_880  # GLM-4.7-Flash is the only one of its architecture with this vocabulary
-UNFOLDING = 9  # part of the directory's name: raise it when its content changes
+KIMI_ENDS = ("<|im_end|>", "[EOS]", "[EOT]")
+UNFOLDING = 10  # part of the directory's name: raise it when its content changes
 STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
 FLOATS = {"F64", "F32", "F16", "BF16"}
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(\.weight|\.bias|)")
@@ -256,7 +257,8 @@ def _ends(header: GGUFHeader, family: GGUFFamily) -> list[int]:
     """Return the tokens that end a text, a turn or a call of a tool."""
     tokens = header.value("tokenizer.ggml.tokens")
     ends = [header.value(f"tokenizer.ggml.{one}_token_id") for one in ("eos", "eot", "eom")]
-    ends += [tokens.index(one) for one in family.ends if isinstance(tokens, list) and one in tokens]
+    turns = KIMI_ENDS if header.value("tokenizer.ggml.pre") == "kimi-k2" else ()  # which these files do not say
+    ends += [tokens.index(one) for one in (*family.ends, *turns) if isinstance(tokens, list) and one in tokens]
     return [one for one in dict.fromkeys(ends) if one is not None]
 
 

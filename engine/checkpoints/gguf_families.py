@@ -383,7 +383,7 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
             "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0, "experts_in_stacks": False,
         },
         layered=True,
-        ends=("<turn|>", "<|tool_response>"),
+        ends=("<eos>", "<turn|>", "<|tool_response>"),
     ),
     "glm-dsa": _latent("GlmMoeDsaForCausalLM", "glm_moe_dsa", indexed=True, **UNSCALED),
     "glm4": GGUFFamily(

@@ -51,7 +51,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", GPT2)
     ),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), (LLAMA3,)),
-    **dict.fromkeys(("lfm2", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("lfm2", "dbrx", "smaug-bpe", "glm4", "glm5", "chatglm-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "kormo", "megrez"), (QWEN2,)),
     "qwen35": (QWEN35,),
     "seed-coder": (SEED,),
@@ -60,8 +60,9 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (GPT4O,)),
 }
-# Their vocabularies have whole words that merges do not reach, and texts begin with a token unless the file denies it.
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+# Their texts begin with a token unless the file denies it.
+BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+WHOLE_WORDS = (*BEGUN, "glm4", "glm5")  # their vocabularies have whole words that merges do not reach
 COMPOSED = ("qwen2", "qwen35")  # read after Unicode's normalisation to composed characters
 NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -190,7 +191,7 @@ def _around(
     """Return the tokens around every text; None for none."""
     begins = header.value("tokenizer.ggml.add_bos_token")
     if begins is None:
-        begins = content["model"].get("byte_fallback") or content["model"].get("ignore_merges")
+        begins = content["model"].get("byte_fallback") or header.value("tokenizer.ggml.pre") in BEGUN
     if header.value("tokenizer.ggml.model") == "gemma4":
         begins = True  # early files deny it
     before = [named["bos_token"]] if begins else []

@@ -4,10 +4,14 @@ Legend: O outputs · I inputs · H head size
 Owns: the numbers and their order.  Does not know: which tensors a model needs, how a kind of block is laid out.
 """
 
+import mmap
+import sys
 from math import prod
 from pathlib import Path
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -20,6 +24,21 @@ from engine.formats.blocks import DECODERS, PLAIN, decode
 from engine.formats.value_heads import ValueHeads
 from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
+
+# Linux's flag, which this Python may not name: without it a file larger than all memory and swap cannot be mapped so.
+NO_RESERVE: Final = 0x4000 if sys.platform == "linux" else 0
+
+
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+    """Return a file's bytes, mapped as memory that torch takes for writable; nothing is written.
+
+    Raises WeightsError if the system does not map it."""
+    try:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: the file cannot be mapped into memory ({error})") from error
+    return np.frombuffer(mapping, np.uint8)
 
 
 class GGUFWeights:
@@ -36,8 +55,7 @@ class GGUFWeights:
             for name, (one, source) in self._found.items()
         }
         files = {tensor.part: stored.file for stored, tensor in self._found.values()}
-        # Mapped so that torch may take it for memory that can be written; nothing is.
-        self._bytes = {part: torch.from_numpy(np.memmap(path, np.uint8, "c")) for part, path in files.items()}
+        self._bytes = {part: torch.from_numpy(_mapped(path)) for part, path in files.items()}
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
         """Return a part of a tensor.  Stacks of experts are seen as a matrix per expert."""

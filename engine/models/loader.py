@@ -144,9 +144,11 @@ def _kept_bytes(plan: Model, reader: WeightReader) -> int:
     Added to what stays: one more copy of the largest tensor, and the table of a tied LM head that is not in blocks."""
     total = largest = 0
     tied = plan.doubled_bytes
+    # Of the plan's memory, which has no addresses: other matrices, such as Gemma 4's inputs of layers, become floats.
+    kept = {weight.untyped_storage()._cdata for weight in plan.kept_weights(with_embedding=True)}
     for index, one in enumerate(plan.slices()):
         stored = _stored_bytes(one, reader)
-        in_blocks = one.target.dim() == 2 and stored < BLOCK_BYTES * one.target.numel()
+        in_blocks = one.target.untyped_storage()._cdata in kept and stored < BLOCK_BYTES * one.target.numel()
         total += stored if in_blocks else one.target.nbytes
         largest = max(largest, stored if in_blocks else one.target.numel() * torch.float32.itemsize)
         if index == 0 and in_blocks:  # the embedding

@@ -121,6 +121,14 @@ def test_digits_and_ideographs_are_pieces_for_deepseek(tmp_path: Path) -> None:
     assert pieces == ["abc", "123", "45", " ", "中文字", "x", "!foo"]
 
 
+@pytest.mark.parametrize("pre", ["glm4", "glm5", "llama-bpe"])
+def test_whole_words_that_merges_do_not_reach_are_taken(pre: str, tmp_path: Path) -> None:
+    """GLM's texts begin with no token, though its words are taken whole, as Llama's are."""
+    content = json.loads(tokenizer_files(_write(tmp_path / "model.gguf", byte_level(), pre=pre))["tokenizer.json"])
+    assert content["model"]["ignore_merges"]
+    assert ("<s>" in json.dumps(content["post_processor"])) == (pre == "llama-bpe")
+
+
 def test_kimi_splits_as_its_own_pattern_does(tmp_path: Path) -> None:
     """tokenization_kimi.py has this pattern.  Ideographs are pieces of their own, and a capital begins one."""
     ours = _read(_write(tmp_path / "model.gguf", byte_level(), pre="kimi-k2", add_bos_token=False))

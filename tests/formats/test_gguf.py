@@ -17,6 +17,7 @@ from engine.checkpoints.gguf import read_table
 from engine.checkpoints.gguf_families import NAMES
 from engine.checkpoints.gguf_header import GGUFHeader
 from engine.config import load_config
+from engine.formats.gguf import _mapped
 from engine.formats.opening import open_reader
 from engine.kernels.panels import products
 from engine.plugins.families import read_model
@@ -449,3 +450,15 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     shutil.move(tmp_path / "tiny.gguf", tmp_path / "other")
     with pytest.raises(WeightsError, match="no weights; expected"):
         logits_of(directory)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the flag is Linux's")
+def test_a_file_larger_than_all_memory_is_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    memory = int(Path("/proc/meminfo").read_text().split()[1]) << 10
+    with path.open("wb") as file:
+        file.truncate(4 * memory)
+    assert not _mapped(path)[:: memory // 8].any()
+    path.write_bytes(b"")
+    with pytest.raises(WeightsError, match="cannot be mapped"):
+        _mapped(path)

@@ -350,6 +350,15 @@ def test_the_halves_of_a_stack_stay_in_blocks(tmp_path: Path) -> None:
     torch.testing.assert_close(Driver(model).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_texts_of_kimi_end_with_a_turn_too(tmp_path: Path) -> None:
+    """Published files say [EOS] alone."""
+    tokens = ["a", "<|im_end|>", "[EOS]", "[EOT]"]
+    ids = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.pre": "kimi-k2"}
+    write(tmp_path / "tiny.gguf", build("kimi-linear"), *FILES["kimi-linear"], metadata=ids)
+    directory = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+    assert json.loads((directory / "config.json").read_text())["eos_token_id"] == [2, 1, 3]
+
+
 def test_texts_of_gemma_4_end_with_a_turn_too(tmp_path: Path) -> None:
     tokens = ["<pad>", "<eos>", "<bos>", "<turn|>", "a", "<|tool_response>"]
     ids = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.eom_token_id": 4}
