@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from gpu_sections.stepping import captures, unmeasured
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "families"
 ANSWERS = "answers.json"
+FAMILY_S = 90.0  # of one checkpoint
 MOST_WORKERS = 8  # processes on one GPU, each with a context and a small pool
 
 
@@ -43,7 +45,10 @@ def _in_process(path: Path, kind: str) -> list[Row]:
     inherited = os.environ.get("PYTHONPATH", "")
     environment["PYTHONPATH"] += os.pathsep + inherited if inherited else ""
     command = [sys.executable, "-m", "gpu_sections.families", str(path), kind]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=FAMILY_S)
+    except subprocess.TimeoutExpired:  # by itself, as the end of the section's process would not end this one
+        return [{"case": path.name, "ok": False, "problem": f"not done in {FAMILY_S:g} s"}]
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return [{"case": path.name, "ok": False, "problem": lines[-1][:300]}]
@@ -68,9 +73,7 @@ def _rows(path: Path, kind: str) -> list[Row]:
             "scheduler": {"max_running": len(prompts), "prefill_chunk": 24, "max_step_tokens": 96},
         }
         try:
-            llm = LLM(str(path), progress=False, config={**tables, "plugins": unmeasured(device)})
-        except PluginError:  # of attention that some families need, and this project's kernels do not have
-            llm = LLM(str(path), progress=False, config={**tables, "plugins": {"attention": "torch"}})
+            llm = _engine(path, tables, device)
         except ConfigError as error:  # what runs on CPUs alone
             return [skipped(str(error), path.name)]
         with llm:
@@ -81,6 +84,14 @@ def _rows(path: Path, kind: str) -> list[Row]:
                 case = f"{path.name}, graphs {mode}{again}: {same} of {len(prompts)} outputs"
                 rows.append({"case": case, "ok": outputs == expected})
     return rows
+
+
+def _engine(path: Path, tables: dict[str, Any], device: torch.device) -> LLM:
+    """Return an engine; with torch's attention for families that need what this project's kernels do not have."""
+    try:
+        return LLM(str(path), progress=False, config={**tables, "plugins": unmeasured(device)})
+    except PluginError:
+        return LLM(str(path), progress=False, config={**tables, "plugins": {"attention": "torch"}})
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ Owns: the two kernels and their launches.  Does not know: which adapter is in a 
 
 A program multiplies a tile of rows by the matrices of one slot, the i-th that is among the tile's rows, and writes the
 rows of that slot alone.  The launches depend on the number of rows only, so a captured one may be replayed with other
-slots; a tile whose rows have fewer slots than programs leaves the rest with nothing to do.  No kernel writes slots or
-matrices, so a program reads the first tile of its matrix before it waits for the kernel in front of it.
+slots; a tile whose rows have fewer slots than programs leaves the rest with nothing to do.  Slots and
+matrices are written before the step's layers, and launches that wait lie between, so a program reads both before it
+waits for the kernel in front of it.
 """
 
 from typing import Final

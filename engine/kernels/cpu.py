@@ -9,6 +9,7 @@ replace seventeen operations of a layer by two calls of a few microseconds.
 """
 
 import ctypes
+import logging
 from functools import cached_property
 
 import torch
@@ -19,6 +20,9 @@ from engine.kernels.library import KernelLibrary
 from engine.kernels.recurrent import CompiledRecurrences
 from engine.layers.mlp import activated_by_rows, gated
 from engine.layers.recurrences import Recurrences
+from engine.types.errors import PluginError
+
+log = logging.getLogger(__name__)
 
 
 class CPUKernels:
@@ -48,8 +52,12 @@ class CPUKernels:
 
     @cached_property
     def recurrences(self) -> Recurrences | None:
-        """The kernels of recurrent layers and gates, compiled when a layer asks for them.  Raises PluginError."""
-        return CompiledRecurrences(self._library.functions_of("recurrent.c"))
+        """The kernels of recurrent layers and gates, compiled when a layer asks for them; None if that fails."""
+        try:
+            return CompiledRecurrences(self._library.functions_of("recurrent.c"))
+        except PluginError as error:
+            log.warning("recurrent layers are computed by torch: %s", error)
+            return None
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add ``update_TD`` in place, if it is given, and return the norm of the sum."""

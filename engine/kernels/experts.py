@@ -325,7 +325,7 @@ def near_tile(num_tiles, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl
     return group * AT_ONCE + place % size, place // size
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles", "x_stride"])
 def gate_pairs(
     x, x_scales, x_stride, order, counts, gate_up, scales, bias, out, num_tiles, limit, slope,
     INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr,
@@ -402,7 +402,7 @@ def gate_pairs(
     tl.store(out_MN, (gate_MN * up_MN).to(out.dtype.element_ty), mask=live_M[:, None] & live_N[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles", "gated_stride"])
 def down_pairs(
     gated, gated_scales, gated_stride, order, counts, down, scales, bias, weights, out, num_tiles,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr, NUM_CHOSEN: tl.constexpr,

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from threading import Thread
@@ -34,6 +35,11 @@ class KernelLibrary(ctypes.CDLL):
 
     making: "Making | None" = None
 
+    @cached_property
+    def _later(self) -> dict[str, ctypes.CDLL]:
+        """Libraries by source: where no file is kept, each is compiled once for a process."""
+        return {}
+
     def tiles(self, tables: Sequence[str]) -> list[int]:
         """Return the addresses of these tables of ``sources.TILES``, compiled if no earlier start did.
 
@@ -43,9 +49,11 @@ class KernelLibrary(ctypes.CDLL):
 
     def functions_of(self, source: str) -> ctypes.CDLL:
         """Return the library of a source of ``sources.LATER``, compiled if no start did before.  Raises PluginError."""
-        if (of := self._with([source])) is not self:
-            of.give_loops(*(ctypes.cast(loop, ctypes.c_void_p) for loop in (self.share, self.worth)))
-        return of
+        if source not in self._later:
+            if (of := self._with([source])) is not self:
+                of.give_loops(*(ctypes.cast(loop, ctypes.c_void_p) for loop in (self.share, self.worth)))
+            self._later[source] = of
+        return self._later[source]
 
     def _with(self, parts: Sequence[str]) -> "KernelLibrary":
         try:

@@ -64,8 +64,9 @@ def parts_of(stored: Iterable[str], *, recurrent: bool) -> list[tuple[str, ...]]
     """Return what a model needs beside the first library: the parts of each library that is asked for when it loads.
 
     stored: how its weights are stored.  recurrent: whether it has recurrent layers."""
-    tables = tables_of(stored)
-    wanted = {tables: tables, ("blocks.c",): {*tables} & {*TILES["blocks.c"]}, ("recurrent.c",): recurrent}
+    tables, names = tables_of(stored), {*stored}
+    in_blocks = {*tables} & {*TILES["blocks.c"]} or "int4" in names
+    wanted = {tables: tables, ("blocks.c",): in_blocks, ("recurrent.c",): recurrent}
     return [parts for parts, needed in wanted.items() if needed]
 
 

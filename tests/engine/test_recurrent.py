@@ -182,5 +182,5 @@ def test_the_same_bits_through_retractions_and_from_a_process_that_was_killed(
     )
     by_name = {way.name: way for way in VERIFIED}
     killed = replace(by_name["in a process, killed and recomputed"], kills=1)
-    names = ("alone", "together", "in chunks of 32", "retracted for want of pages")
+    names = ("alone", "together", "in chunks of 32", "with few pages")
     verify_numerics(config, [*(by_name[name] for name in names), killed], number=4)

@@ -15,11 +15,13 @@ from engine.kernels import sources
 from engine.kernels.attention import CompiledAttention
 from engine.kernels.compiled import compiled
 from engine.kernels.cpu import CPUKernels, cpu_kernels
+from engine.kernels.library import KernelLibrary
 from engine.kernels.panels import products
 from engine.layers.mlp import gated
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
 from engine.settings.own_kernels import VARIABLE, c_compiler, kernels_here
+from engine.types.errors import PluginError
 
 CPU = torch.device("cpu")
 EPS = 1e-6
@@ -319,3 +321,12 @@ def test_torch_does_the_work_where_there_is_no_compiler_and_where_it_fails(monke
     monkeypatch.setenv(VARIABLE, "torch")
     compiled.cache_clear()
     assert cpu_kernels() is None
+
+
+def test_recurrences_that_cannot_be_compiled_are_left_to_torch(kernels, monkeypatch, caplog):
+    def fails(self, source):
+        raise PluginError(f"{source} cannot be compiled")
+
+    monkeypatch.setattr(KernelLibrary, "functions_of", fails)
+    assert CPUKernels(kernels._library).recurrences is None
+    assert "computed by torch: recurrent.c cannot be compiled" in caplog.text

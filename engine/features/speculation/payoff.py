@@ -14,6 +14,7 @@ SLOPE_WEIGHT = 4.0  # weight of that assumption, in squared tokens
 OUTLIER = 1.5  # a step counts as at most so many times what was expected: the machine does other things too
 MARGIN = 1.1  # the gain that speculation must promise: to begin and end it costs a step's overlap
 SHORTEST_S = 1e-9  # duration of a step, whatever the clock reads
+FEW_STEPS = 8.0  # weight of measured verifications up to which their cost counts as assumed
 WORTHLESS = 0.05  # a proposal that is less likely to stay than this is not verified
 
 
@@ -50,10 +51,13 @@ class HitRate:
 class Payoff:
     """Costs of one engine's steps, by the clock that measured them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tries_again: bool = False) -> None:
+        """Know nothing yet.  tries_again: whether rows are tried now and then if speculation does not seem to pay, so
+        that a cost that was overrated by some slow steps is measured again."""
+        self._tries_again = tries_again
         self._decode_s: dict[int, float] = {}  # by number of rows
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
-        self._excess = 0.0  # seconds of the last verification over those expected
+        self._excess = [0.0, 0.0]  # seconds of the last verifications over those expected
 
     def note_decode(self, num_rows: int, seconds: float) -> None:
         """Note the duration of a step without proposals or prompts."""
@@ -64,9 +68,12 @@ class Payoff:
         """Note the duration of a step without prompts, with so many tokens including proposals."""
         base_s, slope_s = self._verification(num_rows)
         expected_s = max(base_s + slope_s * num_tokens, SHORTEST_S)
-        # The cost is only assumed at first: what the step before took as well is no outlier.
-        before, self._excess = self._excess, seconds / expected_s
-        seconds = expected_s * min(self._excess, max(OUTLIER, before))
+        most, excess = OUTLIER, seconds / expected_s
+        if self._tries_again and self._weight < FEW_STEPS:
+            # The cost is only assumed yet: what both steps before took as well is no outlier.
+            most = max(most, min(self._excess))
+        self._excess = [self._excess[1], excess]
+        seconds = expected_s * min(excess, most)
         sums = (self._weight, self._tokens, self._seconds, self._squares, self._products)
         added = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
         self._weight, self._tokens, self._seconds, self._squares, self._products = (

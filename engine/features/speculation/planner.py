@@ -55,7 +55,7 @@ class SpeculationPlanner(PlannerFeature):
             if isinstance(proposer, DraftModel)
             else SessionGuesses(table, proposer, vocab_size)
         )
-        self._payoff = Payoff()
+        self._payoff = Payoff(tries_again=not self._guesses.free)
         # Rows of which the device counts too many tokens as computed: their next step must state where it begins.
         self._overrun: set[int] = set()
         self._drafted: dict[int, bytes] = {}

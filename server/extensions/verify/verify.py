@@ -27,13 +27,13 @@ from engine.types.errors import CallboardError, ConfigError
 from engine.types.params import Grammar, SamplingParams
 
 MOST_REQUESTS = 200
-LEAST_REQUESTS = 10  # the first so many have every kind of request, and fill FEW_PAGES
+LEAST_REQUESTS = 10  # the first so many have every kind of request, and do not fit FEW_PAGES together
 FIRST_WAY_S = 8.0  # all ways together take about ten times as long
 NUM_TOKENS = 40
 PAGE_TOKENS = 16
 MAX_LEN = 512
-# So few pages that requests which run together have to give theirs back and begin again.
-FEW_PAGES = 2 * MAX_LEN // PAGE_TOKENS
+# So few pages that some requests wait for those of others, and prefixes are evicted; the longest one fits.
+FEW_PAGES = MAX_LEN // PAGE_TOKENS
 NUM_KILLS = 5
 KILL_AFTER_S = 0.5  # of each executor's first answer
 WORDS = ("import os", "def read(path):", "with open(path) as file:", "return file.read()", "class Node:", "pass")
@@ -63,7 +63,7 @@ WAYS = (
     Way("together"),
     Way("together, prompts cached", again=2),
     Way("in chunks of 32", {"scheduler": {"prefill_chunk": 32, "max_step_tokens": 64}}),
-    Way("retracted for want of pages", {"kv": {"num_pages": FEW_PAGES}, "scheduler": {"max_running": 64}}),
+    Way("with few pages", {"kv": {"num_pages": FEW_PAGES}, "scheduler": {"max_running": 64}}),
     Way("pages back from the host", {"kv": {"num_pages": FEW_PAGES, "num_host_pages": 512}}, again=2),
     Way("in a process, killed and recomputed", {"placement": PROCESS}, kills=NUM_KILLS),
     Way("with speculation", {"plugins": {"proposer": "ngram"}}),

@@ -61,10 +61,23 @@ def test_before_anything_is_known_only_what_has_been_right_is_tried() -> None:
 
 def test_a_cost_far_above_the_assumed_one_is_believed_after_a_few_steps() -> None:
     """The passes of a draft model cost more than a token of an n-gram, which is what is assumed."""
-    payoff = Payoff()
+    payoff = Payoff(tries_again=True)
     for _ in range(5):
         payoff.note_decode(1, 0.005)
     assert payoff.counts([Chance(0.99, 4)], 1, 100) == [4]
-    for _ in range(3):
+    for _ in range(5):
         payoff.note_verification(5, 1, 0.036)
     assert payoff.counts([Chance(0.99, 4)], 1, 100) == [0]
+
+
+@pytest.mark.parametrize("tries_again", [False, True])
+@pytest.mark.parametrize("num_before", [0, 1, 5, 200])
+def test_two_stalls_in_a_row_do_not_end_speculation(num_before: int, tries_again: bool) -> None:
+    payoff = Payoff(tries_again=tries_again)
+    for _ in range(5):
+        payoff.note_decode(1, 0.01)
+    for _ in range(num_before):
+        payoff.note_verification(4, 1, 0.0115)
+    for _ in range(2):
+        payoff.note_verification(4, 1, 0.05)
+    assert payoff.counts([Chance(0.8, 3)], 1, 100)[0] > 0
