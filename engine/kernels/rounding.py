@@ -100,7 +100,7 @@ def store_rounded(x_GI, place_GI, live_GI, out, scales, group_stride, first, GRO
     tl.store(scales + g_G * group_stride, scale_G, mask=g_G * GROUP < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group_stride"])
 def round_row(
     x, out, scales, stride, row_stride, group_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
@@ -115,7 +115,7 @@ def round_row(
     store_rounded(x_GI, place_GI, live_GI, out + row * WIDTH, scales + row * row_stride, group_stride, 0, GROUP, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group_stride"])
 def add_norm_round_row(
     x, update, weight, out, scales, eps, row_stride, group_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
@@ -135,7 +135,7 @@ def add_norm_round_row(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group_stride"])
 def gate_round_groups(
     gate_up, out, scales, row_stride, group_stride,
     WIDTH: tl.constexpr, KIND: tl.constexpr, PROGRAMS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
