@@ -32,7 +32,8 @@ CPU = torch.device("cpu")
 NO_DOUBLE = {
     *("attention_triton", "attention_triton_speed", "attention_triton_prompts", "attention_triton_tuning"),
     *("experts", "four_bits", "four_bit_linears", "kernels", "kernel_sampler", "dependent_launch", "linears", "nccl"),
-    "recurrences",
+    *("recurrences", "attention_shared", "attention_latents", "eight_bits", "summed_norms"),
+    "families",  # processes of their own, over checkpoints that ``tests/models/answers.py`` writes
 }
 LIMIT_S = 300  # a few seconds where nothing else runs
 
