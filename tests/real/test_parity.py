@@ -147,7 +147,7 @@ def test_rounding_costs_little_perplexity(settings: dict, most: float, engine: C
 
 
 def test_int8_costs_half_a_percent_of_perplexity_at_most_over_several_texts(engine: Callable[..., LLM]) -> None:
-    """Of one text alone, of 300 to 500 tokens, it changes up to 0.9 %, to either side."""
+    """The perplexity of a single text of 300 to 500 tokens changes by up to 0.9 %, to either side."""
     rounded, exact = engine(model={"quantization": "int8"}), engine()
     ours = np.concatenate([_logprobs(rounded, text) for text in TEXTS])
     apart = np.concatenate([_logprobs(exact, text) for text in TEXTS]) - ours
